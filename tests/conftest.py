@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# "default" is bounded and repeatable, for `make test` and CI. "thorough" (HYPOTHESIS_PROFILE=thorough) looks further, with new
+# examples on every run. Neither has a deadline: tests time nothing.
+_COMMON = {
+    "deadline": None,
+    "print_blob": True,
+    # `device` and `poisoned_empty` hold no state that an example could change.
+    "suppress_health_check": [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture],
+}
+settings.register_profile("default", max_examples=60, derandomize=True, database=None, **_COMMON)
+settings.register_profile("thorough", max_examples=2000, **_COMMON)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -23,3 +37,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def poisoned_empty() -> Iterator[None]:
+    """`torch.empty` hands out NaN (the largest value for integers): scratch that was never written cannot pass for 0."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
