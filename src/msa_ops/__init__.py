@@ -1,6 +1,26 @@
 """The decode step of MiniMax Sparse Attention, on CPUs and NVIDIA GPUs."""
 
 from .decode import msa_sparse_decode_attention
+from .kv_cache import SUPPORTS_PACKED_KV, OutOfPagesError, PagedKVCache, supports_packed_kv
+from .nvfp4 import (
+    nvfp4_dequantize,
+    nvfp4_planar_pages,
+    nvfp4_planar_views,
+    nvfp4_planar_write,
+    nvfp4_quantize,
+)
 from .workspace import MSASparseAttentionWorkspace
 
-__all__ = ["MSASparseAttentionWorkspace", "msa_sparse_decode_attention"]
+__all__ = [
+    "SUPPORTS_PACKED_KV",
+    "MSASparseAttentionWorkspace",
+    "OutOfPagesError",
+    "PagedKVCache",
+    "msa_sparse_decode_attention",
+    "nvfp4_dequantize",
+    "nvfp4_planar_pages",
+    "nvfp4_planar_views",
+    "nvfp4_planar_write",
+    "nvfp4_quantize",
+    "supports_packed_kv",
+]

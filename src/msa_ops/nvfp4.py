@@ -172,10 +172,10 @@ def nvfp4_scales_to_planar_v(scales: Tensor) -> Tensor:
 def nvfp4_scales_from_planar_v(scales: Tensor) -> Tensor:
     """The inverse of `nvfp4_scales_to_planar_v`: row-linear ``(..., 128, 8)``."""
     scales = _page_scales(scales)
-    return _planar_v_groups(scales).transpose(-1, -2).reshape(scales.shape)
+    return planar_v_groups(scales).transpose(-1, -2).reshape(scales.shape)
 
 
-def _planar_v_groups(scales: Tensor) -> Tensor:
+def planar_v_groups(scales: Tensor) -> Tensor:
     """``(..., 128, 8)`` bytes of planar V, inner strides (8, 1), as ``(..., token // 4, s, token % 4)``: a view."""
     return torch.unflatten(scales.flatten(-2), -1, (BLOCK_SIZE // 4, SCALES_PER_ROW, 4))
 
@@ -270,7 +270,7 @@ def planar_store(
     views.k[page, :, token] = k[0]
     views.k_scale[page, :, token] = k[1]
     views.v[page, :, token] = v[0]
-    _planar_v_groups(views.v_scale)[page, :, token // 4, :, token % 4] = v[1]
+    planar_v_groups(views.v_scale)[page, :, token // 4, :, token % 4] = v[1]
 
 
 def check_rows(name: str, x: Tensor) -> None:
