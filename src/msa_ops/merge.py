@@ -1,7 +1,7 @@
 """Merging attention states.
 
-Softmax attention over a set of keys is summed up by its *state*: the normalised output and the natural log of the sum of
-exponentials of the scaled scores (LSE). The states of two disjoint key sets give that of their union:
+Softmax attention over a set of keys is summed up by its *state*: the normalised output and the natural log of the sum
+of exponentials of the scaled scores (LSE). The states of two disjoint key sets give that of their union:
 
     lse = log(exp(lse_a) + exp(lse_b))
     out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)
@@ -84,8 +84,9 @@ def _check_state(out_name: str, out: Tensor, lse_name: str, lse: Tensor) -> None
         if not t.is_floating_point() or t.element_size() < 2:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}")
     if out.dim() == 0 or out.shape[:-1] != lse.shape:
+        want = tuple(out.shape[:-1])
         raise ValueError(
-            f"{lse_name} must have {out_name}'s shape without its last dim, {tuple(out.shape[:-1])}, got {tuple(lse.shape)}"
+            f"{lse_name} must have {out_name}'s shape without its last dim, {want}, got {tuple(lse.shape)}"
         )
     if out.device != lse.device:
         raise ValueError(f"{lse_name} must be on {out_name}'s device {out.device}, got {lse.device}")

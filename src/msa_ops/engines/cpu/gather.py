@@ -1,7 +1,7 @@
-"""Reading K and V where they lie: selected rows into a buffer, then widened to float32.
+"""Reading K and V where they lie: selected blocks into a buffer, then widened to float32.
 
-float8 and NVFP4 values are widened by integer operations on their bytes (torch's own float8 conversion takes about seven
-times as long), up to a power of two that the engine folds into the softmax scale (K) and the output (V).
+float8 and NVFP4 values are widened by integer operations on their bytes (torch's own float8 conversion takes about
+seven times as long), up to a power of two that the engine folds into the softmax scale (K) and the output (V).
 """
 
 from __future__ import annotations
@@ -12,25 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALE_GROUP, SCALES_PER_ROW, DecodeProblem, KVFormat, ScaleLayout
+from ...contract import BLOCK_SIZE, HEAD_DIM, SCALE_GROUP, SCALES_PER_ROW, DecodeProblem, KVFormat, ScaleLayout
+from .plan import SegmentPlan
 
-_KEYS_PER_TILE = 128
-_TILE_BYTES = _KEYS_PER_TILE * SCALES_PER_ROW
+_TILE_ROWS = 128
+_TILE_BYTES = _TILE_ROWS * SCALES_PER_ROW
 
-WIDENED_EXPONENT = {
-    KVFormat.BF16: 0,
-    KVFormat.FP16: 0,
-    KVFormat.FP8: 8,
-    KVFormat.NVFP4: 14 + 8,
-}
+WIDENED_EXPONENT = {KVFormat.BF16: 0, KVFormat.FP16: 0, KVFormat.FP8: 8, KVFormat.NVFP4: 14 + 8}
 """A widened value times two to this power is the stored value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Indexed:
-    """A strided tensor as a one-dimensional list of equal items, so that one `index_select` serves all heads.
+    """Equal items of a strided tensor as a one-dimensional list, so that one `index_select` serves all heads.
 
-    Item ``place * place_step + head * head_step`` of `items` is ``t[place, head]``. Items overlap; they are only read.
+    The item at (place, head) is ``items[place * place_step + head * head_step]``. Items may overlap: they are only
+    read.
     """
 
     items: Tensor
@@ -38,129 +35,179 @@ class Indexed:
     head_step: int
 
     @staticmethod
-    def of(t: Tensor) -> Indexed:
-        steps = [t.stride(d) if t.shape[d] > 1 else 0 for d in (0, 1)]
+    def of(t: Tensor, rows: int = 0) -> Indexed:
+        """Items ``t[place, head]``; with `rows`, ``t[place : place + rows, head]`` of a flat cache."""
+        places = t.shape[0] - max(0, rows - 1)
+        steps = [t.stride(0) if places > 1 else 0, t.stride(1) if t.shape[1] > 1 else 0]
         unit = math.gcd(*steps) or 1
         place_step, head_step = steps[0] // unit, steps[1] // unit
-        count = (t.shape[0] - 1) * place_step + (t.shape[1] - 1) * head_step + 1
-        items = t.as_strided((count, *t.shape[2:]), (unit, *t.stride()[2:]))
-        return Indexed(items, place_step, head_step)
+        count = (places - 1) * place_step + (t.shape[1] - 1) * head_step + 1
+        shape, stride = tuple(t.shape[2:]), t.stride()[2:]
+        if rows:
+            shape, stride = (rows, *shape), (t.stride(0), *stride)
+        return Indexed(t.as_strided((count, *shape), (unit, *stride)), place_step, head_step)
 
     def index(self, place: Tensor, head: Tensor) -> Tensor:
-        return (place * self.place_step + head * self.head_step).flatten()
+        return place * self.place_step + head * self.head_step
 
-    def take(self, place: Tensor, head: Tensor, out: Tensor) -> None:
-        """``out[i] = t[place[i], head[i]]``; `out` is contiguous."""
-        torch.index_select(self.items, 0, self.index(place, head), out=out.view(-1, *self.items.shape[1:]))
+    def take(self, index: Tensor, out: Tensor) -> None:
+        """Copy the items of a flat `index` to the contiguous `out`."""
+        torch.index_select(self.items, 0, index, out=out.view(-1, *self.items.shape[1:]))
 
 
 class KeyValueReader:
-    """Gathers selected K and V rows of one problem as float32, in buffers allocated once.
+    """Gathers selected K and V of one problem as float32, in buffers allocated once.
 
     Args:
         problem: the checked call.
-        capacity: rows (keys) of K, and as many of V, that one `read` may ask for; a multiple of 128.
+        max_blocks: blocks of K, and as many of V, that one `read` may ask for.
     """
 
-    def __init__(self, problem: DecodeProblem, capacity: int) -> None:
+    def __init__(self, problem: DecodeProblem, max_blocks: int) -> None:
         self._format = problem.kv_format
-        self._scale_layout = problem.scale_layout
         self._paged = problem.page_table is not None
-        self._kv_heads = problem.num_kv_heads
+        self._flat_rows = problem.k.shape[0]
         data = [problem.k, problem.v]
         if self._format is KVFormat.FP8:
             data = [t.view(torch.uint8) for t in data]
-        self._data = [Indexed.of(t) for t in data]
-        self._scales = [_scale_items(t, problem) for t in (problem.k_scale, problem.v_scale) if t is not None]
-        width = data[0].shape[-1]
+        self._width = data[0].shape[-1]
+        self._scales = _BlockScales(problem) if self._format is KVFormat.NVFP4 else None
+        self._rows: list[Indexed] = []
+        if self._paged:
+            self._blocks = [Indexed.of(t) for t in data]
+        else:
+            self._rows = [Indexed.of(t) for t in data]
+            whole = self._flat_rows >= BLOCK_SIZE
+            self._blocks = [Indexed.of(t, rows=BLOCK_SIZE) for t in data] if whole else []
+        rows = 2 * max_blocks * BLOCK_SIZE
         device = problem.k.device
-        rows = 2 * capacity
-        self._raw = torch.empty(rows * width, dtype=data[0].dtype, device=device)
+        self._raw = torch.empty(rows * self._width, dtype=data[0].dtype, device=device)
         self._wide = torch.empty(rows * HEAD_DIM, dtype=torch.float32, device=device)
         if self._format is KVFormat.FP8:
             self._lanes = torch.empty(rows * HEAD_DIM, dtype=torch.int16, device=device)
         elif self._format is KVFormat.NVFP4:
-            self._lanes = torch.empty((2, rows * width), dtype=torch.int32, device=device)
+            self._lanes = torch.empty((2, rows * self._width), dtype=torch.int32, device=device)
 
-    def read(self, place: Tensor, heads: Tensor) -> Tensor:
-        """Return ``(2, segments, rows, 128)`` float32, K then V, valid until the next `read`.
+    def load_plan(self, plan: SegmentPlan) -> None:
+        """Turn the plan's places into indices; `read` then takes ranges of its segments."""
+        self._plan = plan
+        self._index = [source.index(plan.place, plan.head) for source in self._blocks]
 
-        Args:
-            place: ``(segments, n)`` int64, pages (each gives 128 rows) or rows of a flat cache.
-            heads: ``(segments, 1)`` int64 KV heads.
+    def read(self, begin: int, end: int, keys: int) -> Tensor:
+        """Segments `begin` to `end` of the plan as ``(2, segments, keys, 128)`` float32, K then V.
+
+        Each of them has `keys` visible keys. The view is valid until the next `read`.
         """
-        segments, n = place.shape
-        rows = n * BLOCK_SIZE if self._paged else n
-        total = 2 * segments * rows
-        raw = self._raw[: total * (self._raw.numel() * HEAD_DIM // self._wide.numel())]
-        wide = self._wide[: total * HEAD_DIM]
-        for part, source in zip(raw.view(2, -1), self._data, strict=True):
-            source.take(place, heads, part)
+        segments = end - begin
+        blocks = -(-keys // BLOCK_SIZE)
+        if self._paged:
+            flat_rows = None
+        else:
+            place = self._plan.place[begin:end, :blocks]
+            inside = bool(self._blocks) and int(place.min()) >= 0 and int(place.max()) <= self._flat_rows - BLOCK_SIZE
+            flat_rows = None if inside else _visible_rows(self._plan.place[begin:end], keys)
+        rows = blocks * BLOCK_SIZE if flat_rows is None else keys
+        raw = self._raw[: 2 * segments * rows * self._width]
+        wide = self._wide[: 2 * segments * rows * HEAD_DIM]
+        for part, half in enumerate(raw.chunk(2)):
+            if flat_rows is None:
+                self._blocks[part].take(self._index[part][begin:end, :blocks].reshape(-1), half)
+            else:
+                source = self._rows[part]
+                source.take(source.index(flat_rows, self._plan.head[begin:end]).view(-1), half)
+        self._widen(raw, wide)
+        if self._scales is not None:
+            place = self._plan.place[begin:end, :blocks] if flat_rows is None else flat_rows
+            whole = flat_rows is None
+            scale = self._scales.read(place, self._plan.head[begin:end], whole_blocks=whole)
+            wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
+        return wide.view(2, segments, rows, HEAD_DIM)[:, :, :keys]
+
+    def _widen(self, raw: Tensor, wide: Tensor) -> None:
         if self._format is KVFormat.FP8:
-            _widen_e4m3(raw, self._lanes[: raw.numel()], wide)
+            widen_e4m3(raw, self._lanes[: raw.numel()], wide)
         elif self._format is KVFormat.NVFP4:
-            _widen_e2m1(raw, self._lanes[0, : raw.numel()], self._lanes[1, : raw.numel()], wide)
-            self._apply_block_scales(place, heads, wide)
+            widen_e2m1(raw, self._lanes[0, : raw.numel()], self._lanes[1, : raw.numel()], wide)
         else:
             wide.copy_(raw)
-        return wide.view(2, segments, rows, HEAD_DIM)
-
-    def _apply_block_scales(self, place: Tensor, heads: Tensor, wide: Tensor) -> None:
-        codes = torch.stack([self._scale_bytes(i, place, heads) for i in (0, 1)])
-        lanes = torch.empty(codes.shape, dtype=torch.int16, device=codes.device)
-        scale = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-        _widen_e4m3(codes, lanes, scale)
-        wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
-
-    def _scale_bytes(self, which: int, place: Tensor, heads: Tensor) -> Tensor:
-        """``(rows, 8)`` e4m3 bytes of the gathered rows of K (0) or V (1), from either layout."""
-        if self._scale_layout is ScaleLayout.PLANAR:
-            source = self._scales[which]
-            assert isinstance(source, Indexed)
-            tiles = source.items.index_select(0, source.index(place, heads))
-            if which == 0:
-                return tiles.view(-1, SCALES_PER_ROW)
-            # V: byte (token // 4) * 32 + 4 * s + token % 4.
-            return tiles.view(-1, SCALES_PER_ROW, 4).transpose(1, 2).reshape(-1, SCALES_PER_ROW)
-        words = self._scales[which]
-        assert isinstance(words, Tensor)
-        row = (place * self._kv_heads + heads).flatten()
-        if self._paged:
-            # A (page, head) is exactly one 128-row pair of tiles, [s // 4][token % 32][token // 32] words of 4 scales.
-            tiles = words.view(-1, 2, 32, 4).index_select(0, row)
-            return tiles.permute(0, 3, 2, 1).contiguous().view(torch.uint8).view(-1, SCALES_PER_ROW)
-        word = (row >> 7) * 256 + (row & 31) * 4 + ((row & 127) >> 5)
-        pair = torch.stack((word, word + 128), dim=-1).flatten()
-        return words.index_select(0, pair).view(torch.uint8).view(-1, SCALES_PER_ROW)
 
 
-def _scale_items(scale: Tensor, problem: DecodeProblem) -> Indexed | Tensor:
-    """Planar: the 1,024 scale bytes of each (page, head). Tiled: the tiles as 32-bit words of four scales."""
-    scale = scale.view(torch.uint8)
-    if problem.scale_layout is ScaleLayout.PLANAR:
-        return Indexed.of(scale.as_strided((*scale.shape[:2], _TILE_BYTES), (*scale.stride()[:2], 1)))
-    rows = problem.k.shape[0] * problem.num_kv_heads * (BLOCK_SIZE if problem.page_table is not None else 1)
-    used = -(-rows // _KEYS_PER_TILE) * _TILE_BYTES
-    return scale.flatten()[:used].view(torch.int32)
+class _BlockScales:
+    """NVFP4 block scales of gathered rows, from either layout, as float32 times 2**-8."""
+
+    def __init__(self, problem: DecodeProblem) -> None:
+        assert problem.k_scale is not None and problem.v_scale is not None
+        self._kv_heads = problem.num_kv_heads
+        self._paged = problem.page_table is not None
+        scales = [t.view(torch.uint8) for t in (problem.k_scale, problem.v_scale)]
+        self._planar: list[Indexed] = []
+        self._words: list[Tensor] = []
+        if problem.scale_layout is ScaleLayout.PLANAR:
+            # The 1,024 bytes of each (page, head).
+            flat = [t.as_strided((*t.shape[:2], _TILE_BYTES), (*t.stride()[:2], 1)) for t in scales]
+            self._planar = [Indexed.of(t) for t in flat]
+        else:
+            rows = problem.k.shape[0] * problem.num_kv_heads * (BLOCK_SIZE if self._paged else 1)
+            used = -(-rows // _TILE_ROWS) * _TILE_BYTES
+            # Four scales, one 32-bit word, is what lies together in the tiled layout.
+            self._words = [t.flatten()[:used].view(torch.int32) for t in scales]
+
+    def read(self, place: Tensor, head: Tensor, *, whole_blocks: bool) -> Tensor:
+        """``(2 * rows, 8)``, K's rows then V's.
+
+        `place` counts pages, or rows of a flat cache: the first rows of whole blocks, or else single rows.
+        """
+        if self._planar:
+            codes = [self._planar_bytes(part, place, head) for part in (0, 1)]
+        elif self._paged:
+            # A (page, head) has a pair of tiles of its own: words [s // 4][row % 32][row // 32].
+            tile = (place * self._kv_heads + head).reshape(-1)
+            codes = [w.view(-1, 2, 32, 4).index_select(0, tile).permute(0, 3, 2, 1) for w in self._words]
+        else:
+            if whole_blocks:
+                place = (place[:, :, None] + torch.arange(BLOCK_SIZE, device=place.device)).flatten(1)
+            row = (place * self._kv_heads + head).view(-1)
+            word = (row >> 7) * 256 + (row & 31) * 4 + ((row & 127) >> 5)
+            pair = torch.stack((word, word + 128), dim=-1).view(-1)
+            codes = [w.index_select(0, pair) for w in self._words]
+        bytes_ = torch.stack(codes).view(torch.uint8).view(-1, SCALES_PER_ROW)
+        lanes = torch.empty(bytes_.shape, dtype=torch.int16, device=place.device)
+        scale = torch.empty(bytes_.shape, dtype=torch.float32, device=place.device)
+        widen_e4m3(bytes_, lanes, scale)
+        return scale
+
+    def _planar_bytes(self, part: int, place: Tensor, head: Tensor) -> Tensor:
+        source = self._planar[part]
+        tiles = source.items.index_select(0, source.index(place, head).view(-1))
+        # K is linear in (token, s); V has byte (token // 4) * 32 + 4 * s + token % 4.
+        return tiles.view(-1, 4, SCALES_PER_ROW) if part == 0 else tiles.view(-1, SCALES_PER_ROW, 4).transpose(1, 2)
 
 
-def _widen_e4m3(raw: Tensor, lanes: Tensor, wide: Tensor) -> None:
+def _visible_rows(place: Tensor, keys: int) -> Tensor:
+    """Rows of a flat cache, ``(segments, keys)``: of blocks that reach past its end, or begin before it."""
+    rows = (place[:, :, None] + torch.arange(BLOCK_SIZE, device=place.device)).flatten(1)
+    # Rows below 0 are left out, stably, so that the visible ones come first.
+    order = (rows < 0).to(torch.uint8).argsort(dim=1, stable=True)
+    return rows.gather(1, order)[:, :keys]
+
+
+def widen_e4m3(raw: Tensor, lanes: Tensor, wide: Tensor) -> None:
     """e4m3 bytes to float32 times 2**-8: sign and the other seven bits go where float16 has them.
 
-    Exact for every finite byte, subnormals included.
+    Exact for every finite byte, subnormals included. `lanes` is int16 scratch.
     """
-    lanes.copy_(raw.view(torch.int8))  # sign-extended
-    lanes.bitwise_left_shift_(7).bitwise_and_(-0x4001)
+    lanes.copy_(raw.view(torch.int8))  # extends the sign
+    lanes.mul_(128).bitwise_and_(-0x4001)  # as fast as a shift should be, and faster than torch's
     wide.copy_(lanes.view(torch.float16))
 
 
-def _widen_e2m1(raw: Tensor, lanes: Tensor, sign: Tensor, wide: Tensor) -> None:
-    """e2m1 code pairs to float32 times 2**-14: in each half of a 32-bit lane, sign to bit 15, magnitude to 11..9."""
+def widen_e2m1(raw: Tensor, lanes: Tensor, sign: Tensor, wide: Tensor) -> None:
+    """e2m1 code pairs to float32 times 2**-14: in each half of a 32-bit lane, sign to bit 15, magnitude to 11..9.
+
+    `lanes` and `sign` are int32 scratch.
+    """
     lanes.copy_(raw)
     lanes.mul_((1 << 9) | (1 << 21))  # low nibble to 12..9, high nibble to 28..25; other bits are cut below
     torch.bitwise_and(lanes, 0x10001000, out=sign)
     lanes.bitwise_and_(0x0E000E00).bitwise_or_(sign.bitwise_left_shift_(3))
     wide.copy_(lanes.view(torch.float16))
-
-
-__all__ = ["FP8", "WIDENED_EXPONENT", "Indexed", "KeyValueReader"]

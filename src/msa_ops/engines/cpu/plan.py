@@ -1,8 +1,8 @@
 """Which keys each (token, KV head) attends, as lists of blocks cut into segments.
 
-Blocks are put in ascending order, each once, those with no visible key left out. Only a block that ends past the visible
-keys is partial, and it is then the last: the visible keys of a segment are a *prefix* of its gathered rows, so the engine
-needs no mask and never looks at a row that is not attended.
+Blocks are put in ascending order, each once, those with no visible key left out. Only a block that ends past the
+visible keys is partial, and it is then the last: the visible keys of a segment are a *prefix* of its gathered rows. So
+the engine needs no mask, and never looks at a row that is not attended.
 """
 
 from __future__ import annotations
@@ -24,22 +24,40 @@ _NO_BLOCK = 2**40
 
 @dataclass(frozen=True, slots=True)
 class SegmentPlan:
-    """The segments of a range of tokens, in the order (token, KV head, segment).
+    """The segments of a range of tokens that have keys to attend, longest first.
 
     Attributes:
-        keys: ``(segments,)`` visible keys of each, a list.
-        place: ``(segments, blocks)`` int64, where a block lies: its page (paged) or its first row (flat). The blocks of a
-            segment come first; what follows them is not to be read.
-        heads: ``(segments, 1)`` int64, the KV head.
-        segments_per_row: segments of each (token, KV head).
-        rows_below_zero: whether a block may begin below row 0 of a flat cache, which only a negative `cu_seqlens_k` does.
+        keys: visible keys of each segment, descending.
+        place: ``(segments, blocks)`` int64, where a block lies: its page (paged) or its first row (flat). The blocks of
+            a segment come first; what follows them is not to be read.
+        head: ``(segments, 1)`` int64, the KV head.
+        order: ``(segments,)`` int64, the segment's position in the order (token, KV head, segment of the row).
+        row: ``(segments,)`` int64, the (token, KV head) it belongs to.
+        total: segments of all rows, those without keys included.
+        per_row: segments of each (token, KV head).
     """
 
     keys: list[int]
     place: Tensor
-    heads: Tensor
-    segments_per_row: int
-    rows_below_zero: bool
+    head: Tensor
+    order: Tensor
+    row: Tensor
+    total: int
+    per_row: int
+
+    def chunks(self, max_blocks: int) -> list[tuple[int, int, int]]:
+        """Runs ``(begin, end, keys)`` of segments with equally many keys, at most `max_blocks` blocks together."""
+        result = []
+        begin = 0
+        while begin < len(self.keys):
+            keys = self.keys[begin]
+            end = begin
+            last = begin + max(1, max_blocks // min(self.place.shape[1], -(-keys // BLOCK_SIZE)))
+            while end < min(last, len(self.keys)) and self.keys[end] == keys:
+                end += 1
+            result.append((begin, end, keys))
+            begin = end
+        return result
 
 
 def plan_segments(problem: DecodeProblem, begin: int, end: int) -> SegmentPlan:
@@ -47,18 +65,19 @@ def plan_segments(problem: DecodeProblem, begin: int, end: int) -> SegmentPlan:
     ids = problem.q2k_indices[:, begin:end].transpose(0, 1).long()
     request = torch.arange(begin, end, device=ids.device) // problem.seqlen_q
     low, limit, first = _visible_range(problem, request, begin, end)
-    used = (ids >= 0) & (ids * BLOCK_SIZE < limit) & ((ids + 1) * BLOCK_SIZE > low)
+    start = ids * BLOCK_SIZE
+    used = (ids >= 0) & (start < limit) & (start + BLOCK_SIZE > low)
     if problem.page_table is not None:
         table = problem.page_table
         used &= ids < table.shape[1]
         place = table[request[:, None, None], torch.where(used, ids, 0)].long()
         used &= (place >= 0) & (place < problem.k.shape[0])
     else:
-        place = first + ids * BLOCK_SIZE
+        place = first + start
     ids, place = _ascending_once(torch.where(used, ids, _NO_BLOCK), place)
     start = ids * BLOCK_SIZE
     keys = (torch.minimum(start + BLOCK_SIZE, limit) - torch.maximum(start, low)).clamp_(min=0)
-    return _cut(problem, keys, place, rows_below_zero=bool((low > 0).any()))
+    return _cut(keys, place)
 
 
 def _visible_range(problem: DecodeProblem, request: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -81,7 +100,7 @@ def _visible_range(problem: DecodeProblem, request: Tensor, begin: int, end: int
         else:
             position = length - problem.seqlen_q + token
         limit = torch.minimum(length, position + 1)
-    low = (-first).clamp(min=0)
+    low = (-first).clamp(min=0)  # rows below 0 do not exist
     if problem.cu_seqlens_k is not None:
         limit = torch.minimum(limit, problem.k.shape[0] - first)
     return low[:, None, None], limit.clamp(min=0)[:, None, None], first[:, None, None]
@@ -98,13 +117,17 @@ def _ascending_once(ids: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     return ids, place.gather(-1, order)
 
 
-def _cut(problem: DecodeProblem, keys: Tensor, place: Tensor, *, rows_below_zero: bool) -> SegmentPlan:
-    tokens, kv_heads, topk = keys.shape
+def _cut(keys: Tensor, place: Tensor) -> SegmentPlan:
+    _, kv_heads, topk = keys.shape
     blocks = min(topk, SEGMENT_BLOCKS)
-    segments = -(-topk // blocks)
-    if segments * blocks != topk:
-        tail = (0, segments * blocks - topk)
+    per_row = -(-topk // blocks)
+    if per_row * blocks != topk:
+        tail = (0, per_row * blocks - topk)
         keys, place = torch.nn.functional.pad(keys, tail), torch.nn.functional.pad(place, tail)
-    heads = torch.arange(kv_heads, device=keys.device).repeat_interleave(segments).repeat(tokens)
-    counts: list[int] = keys.reshape(-1, blocks).sum(-1).tolist()
-    return SegmentPlan(counts, place.reshape(-1, blocks), heads[:, None], segments, rows_below_zero)
+    counts, order = keys.reshape(-1, blocks).sum(-1).sort(descending=True, stable=True)
+    total = counts.numel()
+    nonempty = int((counts > 0).sum())
+    order = order[:nonempty]
+    row = order.div(per_row, rounding_mode="floor")
+    place = place.reshape(-1, blocks).index_select(0, order)
+    return SegmentPlan(counts[:nonempty].tolist(), place, row.remainder(kv_heads)[:, None], order, row, total, per_row)
