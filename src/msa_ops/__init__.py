@@ -9,6 +9,7 @@ from .nvfp4 import (
     nvfp4_planar_write,
     nvfp4_quantize,
 )
+from .selection import msa_proxy_score, msa_topk_select
 from .workspace import MSASparseAttentionWorkspace
 
 __all__ = [
@@ -16,7 +17,9 @@ __all__ = [
     "MSASparseAttentionWorkspace",
     "OutOfPagesError",
     "PagedKVCache",
+    "msa_proxy_score",
     "msa_sparse_decode_attention",
+    "msa_topk_select",
     "nvfp4_dequantize",
     "nvfp4_planar_pages",
     "nvfp4_planar_views",
