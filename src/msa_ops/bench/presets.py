@@ -1,0 +1,127 @@
+"""The shapes of each preset, most telling first."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..contract import BLOCK_SIZE
+from .goals import NOISE, ONE_LONG_LIMIT, RAGGED_LIMIT, SEPARATE_LIMIT
+from .inputs import Call, Shape
+
+PRESETS = ("grid", "ragged", "spec", "accuracy", "host")
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+HEADS = ("64/4", "16/1")
+EXTRA_HEADS = ("32/2", "8/1")
+LONGEST = 131072
+
+
+@dataclass(frozen=True)
+class Job:
+    """One row to measure. With a `baseline` our own time on that other form of the same work is measured beside it."""
+
+    preset: str
+    shape: Shape
+    label: str = ""
+    baseline: str = ""
+    baseline_shape: Shape | None = None
+    limit: float = 0.0
+    in_grid: bool = True
+
+
+@dataclass(frozen=True)
+class Axes:
+    """What was chosen on the command line; `None` takes the preset's own values."""
+
+    kvs: tuple[str, ...]
+    batches: tuple[int, ...] | None
+    heads: tuple[str, ...] | None
+    seqlens_q: tuple[int, ...] | None
+    context: int
+    topk: int = 16
+    overlap: bool = False
+    extra: bool = False
+
+
+def split_heads(heads: str) -> tuple[int, int]:
+    """``"64/4"`` as query heads and KV heads."""
+    query, _, kv = heads.partition("/")
+    if not (query.isdigit() and kv.isdigit()) or int(kv) == 0 or int(query) % int(kv) or int(query) == 0:
+        raise ValueError(f"heads are QUERY/KV with QUERY a multiple of KV, such as 64/4, got {heads!r}")
+    return int(query), int(kv)
+
+
+def jobs_of(preset: str, axes: Axes, seed: int) -> list[Job]:
+    """The rows of one preset, those of one (heads, KV format) together, since they share a pool."""
+    makers = {"grid": _grid, "ragged": _ragged, "spec": _spec, "accuracy": _accuracy}
+    heads = axes.heads or (HEADS + EXTRA_HEADS if axes.extra else HEADS)
+    if preset not in ("grid",) and axes.heads is None:
+        heads = HEADS[:1] if not axes.extra else HEADS
+    jobs = []
+    for pair in heads:
+        for kv in axes.kvs:
+            base = Shape(kv, 1, *split_heads(pair), context=axes.context, topk=axes.topk, overlap=axes.overlap)
+            jobs += list(makers[preset](base, axes, seed))
+    return jobs
+
+
+def _grid(base: Shape, axes: Axes, _: int) -> Iterator[Job]:
+    for seqlen_q in axes.seqlens_q or (1, 4):
+        for batch in axes.batches or BATCHES:
+            shape = replace(base, batch=batch, seqlen_q=seqlen_q)
+            in_grid = shape.heads in HEADS and batch in BATCHES and seqlen_q in (1, 4) and not axes.overlap
+            yield Job("grid", shape, in_grid=in_grid)
+
+
+def _ragged(base: Shape, axes: Axes, seed: int) -> Iterator[Job]:
+    # A context below the default (a trial run) shrinks the longest request alike.
+    longest = LONGEST if base.context >= 32768 else 4 * base.context
+    for batch in axes.batches or (64, 16, 128, 256):
+        base = replace(base, batch=batch, seqlen_q=1, overlap=False)
+        lengths = ragged_lengths(batch, longest, seed)
+        yield _against_even(replace(base, lengths=lengths), "ragged", RAGGED_LIMIT)
+        one_long = (longest, *(BLOCK_SIZE,) * (batch - 1))
+        yield _against_even(replace(base, lengths=one_long), "one long", ONE_LONG_LIMIT)
+
+
+def ragged_lengths(batch: int, longest: int, seed: int) -> tuple[int, ...]:
+    """Lengths from 1 to `longest`, more of them short than long, in random order; over 8 valid blocks in the mean."""
+    steps = [(i / max(1, batch - 1)) ** 0.7 for i in range(batch)]
+    lengths = [max(1, round(longest**step)) for step in steps] if batch > 1 else [longest]
+    random.Random(seed).shuffle(lengths)
+    return tuple(lengths)
+
+
+def _against_even(shape: Shape, label: str, limit: float) -> Job:
+    """The same number of blocks evenly spread over as many requests of the usual context."""
+    total = sum(min(shape.topk, -(-n // BLOCK_SIZE)) for n in shape.request_lengths)
+    even = tuple(total // shape.batch + (i < total % shape.batch) for i in range(shape.batch))
+    return Job("ragged", shape, label, "even", replace(shape, lengths=None, blocks=even), limit)
+
+
+def _spec(base: Shape, axes: Axes, _: int) -> Iterator[Job]:
+    for seqlen_q in axes.seqlens_q or ((4, 2, 8) if not axes.extra else (4, 2, 8, 3, 5, 6, 7)):
+        for batch in axes.batches or (1, 8, 32, 128):
+            shape = replace(base, batch=batch, seqlen_q=seqlen_q, overlap=True)
+            limit = SEPARATE_LIMIT + NOISE
+            yield Job("spec", shape, "", "separate" if seqlen_q > 1 else "", None, limit)
+
+
+def separate_requests(call: Call) -> Call:
+    """The same tokens with seqlen_q 1: one request each, with its own copy of the table row and its own length."""
+    shape, n = call.shape, call.shape.seqlen_q
+    lengths = tuple(length - n + i + 1 for length in shape.request_lengths for i in range(n))
+    rows = replace(shape, batch=shape.tokens, seqlen_q=1, overlap=False, lengths=lengths, blocks=None)
+    return replace(
+        call,
+        shape=rows,
+        page_table=call.page_table.repeat_interleave(n, 0),
+        seqused_k=call.seqused_k.new_tensor(lengths),
+    )
+
+
+def _accuracy(base: Shape, axes: Axes, _: int) -> Iterator[Job]:
+    for batch in axes.batches or (1, 16, 256):
+        for seqlen_q in axes.seqlens_q or (1,):
+            yield Job("accuracy", replace(base, batch=batch, seqlen_q=seqlen_q))

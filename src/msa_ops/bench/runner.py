@@ -1,0 +1,326 @@
+"""One run: pools, the correctness gate, alternating measurement, rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import environment, goals, host, warm
+from .exact import error_against_rounding, exact_output, relative_error
+from .inputs import Call, Pool, Shape, make_calls, make_pool
+from .measure import Bench, Prepared
+from .options import Options
+from .peers import Absent, Refused, Side, load_peers, ours
+from .presets import Job, jobs_of, separate_requests
+from .report import accuracy_line, describe, first_line, host_words, progress_line
+
+WRONG_ABOVE = 0.01
+"""Row error (2-norm) that makes a side wrong: about five roundings to bf16; one dropped key of 2,048 gives 0.013."""
+_SAMPLED_TOKENS = 24
+_GRAPH_TARGET_US = 400.0
+_POOL_BYTES = 2 << 30
+
+
+class DeviceLost(RuntimeError):
+    """The CUDA context is unusable after a fault; nothing more can be measured in this process."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A side on given calls; `label` names it in the row."""
+
+    label: str
+    side: Side
+    calls: Sequence[Call]
+
+
+@dataclass(frozen=True)
+class Checked(Prepared):
+    """A side that passed the gate, with its largest row error."""
+
+    error: float = 0.0
+
+
+class Runner:
+    """Measures jobs on one device and collects rows. `say` prints progress, one line a call."""
+
+    def __init__(
+        self, options: Options, say: Callable[[str], None], sides: Sequence[Side | Absent] | None = None
+    ) -> None:
+        """`sides` replaces the peers found by name (for tests, with fakes)."""
+        self.options = options
+        self.say = say
+        self.started = time.monotonic()
+        self.device = torch.device(options.device)
+        if self.device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError("no CUDA device: use a machine with an NVIDIA GPU, or pass --device cpu --smoke")
+            self.device = torch.device("cuda", self.device.index or 0)
+            torch.cuda.set_device(self.device)
+        self.generator = torch.Generator(self.device).manual_seed(options.seed)
+        self.mine = [ours(env) for env in options.sweep] or [ours()]
+        found = list(load_peers(options.peers)) if sides is None else list(sides)
+        self.peers = [s for s in found if isinstance(s, Side)]
+        self.absent = [s for s in found if isinstance(s, Absent)]
+        self.rows: list[dict[str, Any]] = []
+        self.accuracy: list[dict[str, Any]] = []
+        self.host: dict[str, Any] = {}
+        self.not_measured: list[str] = []
+        self._pool: tuple[tuple[str, int], Pool] | None = None
+        self._slowest = 0.0
+
+    # --- the whole run ---
+
+    def run(self) -> dict[str, Any]:
+        """Measure everything asked for and return the report; on a lost device or a spent budget, what there is."""
+        o = self.options
+        jobs = [job for preset in o.presets if preset != "host" for job in jobs_of(preset, o.axes, o.seed)]
+        for absent in self.absent:
+            self.say(f"{absent.name} is not here: {absent.reason}")
+        if o.workers and self.device.type == "cuda":
+            self.say(warm.compile_all(jobs, o))
+        self.bench = Bench(self.device) if not o.smoke else Bench(self.device, 1 << 20)
+        ceiling, method = self.bench.read_ceiling(nbytes=(1 << 24) if o.smoke else 4 << 30)
+        self.facts = environment.facts(self.device, o.commit)
+        self.facts |= {"read_ceiling_bytes_per_s": round(ceiling), "read_ceiling_method": method}
+        node = self.bench.empty_node()
+        self.facts["empty_graph_node_us"] = None if math.isnan(node) else round(node, 3)
+        self.ceiling = ceiling
+        self.goal_ceiling = goals.goal_ceiling(self.facts["card"], ceiling)
+        self.say(f"{self.facts['card']}: reads {ceiling / 1e12:.3f} TB/s ({method}); empty graph node {node:.2f} us")
+        try:
+            self._jobs(jobs)
+            if "host" in o.presets:
+                self._host()
+        except DeviceLost as error:
+            self.say(f"STOPPED: {error}")
+            self.not_measured.append(f"everything after this: {error}")
+        return self.report()
+
+    def _jobs(self, jobs: list[Job]) -> None:
+        self._jobs_of_run = jobs
+        for job in jobs:
+            if self._out_of_time(self._slowest):
+                self.not_measured.append(f"{job.preset} {describe(job)}")
+                continue
+            begin = time.monotonic()
+            if job.preset == "accuracy":
+                self._accuracy(job)
+            else:
+                row = self.measure(job)
+                self.rows.append(row)
+                self.say(progress_line(row))
+            self._slowest = max(self._slowest, time.monotonic() - begin)
+        if self.not_measured:
+            self.say(f"time budget spent; not measured: {len(self.not_measured)} of {len(jobs)} shapes")
+
+    def _out_of_time(self, needed: float) -> bool:
+        budget = self.options.time_budget
+        return budget is not None and time.monotonic() - self.started + needed > budget
+
+    def report(self) -> dict[str, Any]:
+        """All that was measured, ready for JSON."""
+        return {
+            **self.facts,
+            "goal_ceiling_bytes_per_s": round(self.goal_ceiling),
+            "sides": {s.name: s.version for s in (*self.mine, *self.peers)},
+            "absent": {a.name: a.reason for a in self.absent},
+            "options": dataclasses.asdict(self.options) | {"json": None, "markdown": None},
+            "seconds": round(time.monotonic() - self.started, 1),
+            "rows": self.rows,
+            "accuracy": self.accuracy,
+            "host": self.host,
+            "summary": goals.summarise(self.rows),
+            "not_measured": self.not_measured,
+        }
+
+    # --- pools and calls ---
+
+    def pool(self, shape: Shape, jobs: Sequence[Job]) -> Pool:
+        """The pool of this KV format and head count, big enough for every job that shares it."""
+        key = (shape.kv, shape.num_kv_heads)
+        if self._pool is None or self._pool[0] != key:
+            self._pool = None
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+            shapes = [j.shape for j in jobs if (j.shape.kv, j.shape.num_kv_heads) == key]
+            shapes += [j.baseline_shape for j in jobs if j.baseline_shape and (shape.kv, shape.num_kv_heads) == key]
+            pages = max(s.used_pages for s in (*shapes, shape))
+            if not self.options.smoke:
+                pages = max(pages, -(-_POOL_BYTES // shape.page_bytes))
+            if self.device.type == "cuda":
+                pages = min(pages, int(0.6 * torch.cuda.mem_get_info(self.device)[0]) // shape.page_bytes)
+            self._pool = key, make_pool(shape.kv, pages, shape.num_kv_heads, self.generator)
+        return self._pool[1]
+
+    def calls(self, shape: Shape, pool: Pool) -> list[Call]:
+        """Enough distinct calls for one graph: about 0.4 ms of work, 6 to 24 calls."""
+        count = self.options.calls
+        if count is None:
+            blocks = shape.tokens * shape.num_kv_heads * shape.topk
+            estimate = 5 + blocks * 256 * shape.row_bytes / self.ceiling * 1e6
+            count = max(6, min(24, round(_GRAPH_TARGET_US / estimate)))
+        return make_calls(shape, pool, count, self.generator)
+
+    # --- one row ---
+
+    def measure(self, job: Job) -> dict[str, Any]:
+        """Check and time every side on one job."""
+        pool = self.pool(job.shape, self._jobs_of_run)
+        calls = self.calls(job.shape, pool)
+        contestants = [Contestant(side.name, side, calls) for side in self.mine]
+        if job.baseline:
+            shape = job.baseline_shape
+            other = [separate_requests(call) for call in calls] if shape is None else self.calls(shape, pool)
+            contestants += [Contestant(f"{side.name} {job.baseline}", side, other) for side in self.mine]
+        contestants += [Contestant(side.name, side, calls) for side in self.peers]
+        sides, ready = self._gate(contestants)
+        for label, timing in self.bench.time(ready, self.options.replays).items():
+            sides[label]["time_us"] = timing.as_dict()
+        return self._row(job, calls, sides)
+
+    def _gate(self, contestants: Sequence[Contestant]) -> tuple[dict[str, dict[str, Any]], dict[str, Prepared]]:
+        """Capture and check each side; only those that are right are handed on to be timed."""
+        expected: dict[int, list[tuple[int, Tensor, Tensor]]] = {}
+        sides: dict[str, dict[str, Any]] = {}
+        ready: dict[str, Prepared] = {}
+        for c in contestants:
+            if id(c.calls) not in expected:
+                expected[id(c.calls)] = self._expected(c.calls)
+            result = self._checked(c, expected[id(c.calls)])
+            if isinstance(result, Checked):
+                ready[c.label] = result
+                sides[c.label] = {"status": "ok", "error": float(f"{result.error:.3g}")}
+            else:
+                sides[c.label] = result
+        return sides, ready
+
+    def _checked(self, c: Contestant, expected: list[tuple[int, Tensor, Tensor]]) -> Checked | dict[str, Any]:
+        try:
+            with c.side.in_environment():
+                prepared = self.bench.prepare(c.side.run, c.calls)
+            for call in c.calls:
+                call.out.fill_(torch.nan)
+            prepared.replay()
+            self.bench.synchronize()
+        except Refused as refusal:
+            return {"status": "refused", "reason": str(refusal)}
+        except Exception as error:
+            self._raise_if_lost(c.label, error)
+            status = "refused" if isinstance(error, (NotImplementedError, ValueError)) else "error"
+            return {"status": status, "reason": f"{type(error).__name__}: {first_line(error)}"}
+        worst = max((relative_error(c.calls[i].out[tokens], exact) for i, tokens, exact in expected), default=0.0)
+        unwritten = sum(int(call.out.isnan().sum()) for call in c.calls)
+        if unwritten or not worst <= WRONG_ABOVE:
+            why = f"row error {worst:.3g} over {WRONG_ABOVE}"
+            if unwritten:
+                why = f"{unwritten} elements are NaN or unwritten"
+            return {"status": "wrong", "reason": why}
+        return Checked(prepared.replay, prepared.calls, worst)
+
+    def _raise_if_lost(self, label: str, error: Exception) -> None:
+        """A kernel's fault leaves the CUDA context unusable: tell it from an error that does not."""
+        if self.device.type != "cuda":
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+            torch.zeros(1, device=self.device).item()
+        except Exception as fatal:
+            raise DeviceLost(f"{label} broke the CUDA context: {first_line(error)}") from fatal
+
+    def _expected(self, calls: Sequence[Call]) -> list[tuple[int, Tensor, Tensor]]:
+        """Exact outputs of a sample of tokens, first and last among them, in the first, middle and last call."""
+        count = calls[0].shape.tokens
+        expected = []
+        for i in sorted({0, len(calls) // 2, len(calls) - 1}):
+            drawn = torch.randperm(count, device=self.device, generator=self.generator)[:_SAMPLED_TOKENS]
+            tokens = torch.cat((drawn.new_tensor([0, count - 1]), drawn))
+            tokens = torch.tensor(sorted(set(tokens.tolist())), device=self.device)
+            expected.append((i, tokens, exact_output(calls[i], tokens)))
+        return expected
+
+    def _row(self, job: Job, calls: Sequence[Call], sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        s = job.shape
+        nbytes = sum(call.unique_bytes for call in calls) / len(calls)
+        times = {label: side["time_us"]["median"] for label, side in sides.items() if side["status"] == "ok"}
+        mine = [side.name for side in self.mine if side.name in times]
+        best = min(mine, key=lambda label: times[label]) if mine else None
+        floor = nbytes / self.ceiling * 1e6
+        row = {
+            "preset": job.preset, "label": job.label, "kv": s.kv, "batch": s.batch, "heads": s.heads,
+            "num_qo_heads": s.num_qo_heads, "num_kv_heads": s.num_kv_heads, "seqlen_q": s.seqlen_q,
+            "context": s.context, "topk": s.topk, "overlap": s.overlap, "in_grid": job.in_grid, "calls": len(calls),
+            "unique_bytes": round(nbytes),
+            "floor_us": round(floor, 3), "best": best, "sides": sides, "speed_goal": None, "peer_goal": None,
+            "work_goal": None,
+        }  # fmt: skip
+        if best is None:
+            return row
+        if job.preset == "grid" and self.bench.cuda:  # the goals are a GPU's
+            row["speed_goal"] = goals.speed_goal(s.kv, nbytes, times[best], self.goal_ceiling)
+            row["peer_goal"] = goals.peer_goal(s.kv, times, times[best], nbytes / self.goal_ceiling * 1e6)
+        other = times.get(f"{best} {job.baseline}")
+        if job.baseline and other:
+            ratio = times[best] / other
+            row["work_goal"] = {
+                "baseline": job.baseline, "ratio": round(ratio, 4), "limit": job.limit, "met": ratio <= job.limit
+            }  # fmt: skip
+        return row
+
+    # --- accuracy and host ---
+
+    def _accuracy(self, job: Job) -> None:
+        """Errors of all sides, as multiples of those of the exact result rounded once."""
+        pool = self.pool(job.shape, self._jobs_of_run)
+        for q_scale in (1.0, 6.0):  # flat and peaked attention
+            calls = make_calls(job.shape, pool, 2, self.generator, q_scale=q_scale)
+            tokens = torch.arange(min(job.shape.tokens, 64), device=self.device)
+            exact = torch.cat([exact_output(call, tokens) for call in calls])
+            for side in (*self.mine, *self.peers):
+                row = {"kv": job.shape.kv, "batch": job.shape.batch, "heads": job.shape.heads, "q_scale": q_scale}
+                row |= {"seqlen_q": job.shape.seqlen_q, "side": side.name}
+                result = self._checked(Contestant(side.name, side, calls), [])
+                if isinstance(result, dict):
+                    row |= result
+                else:
+                    out = torch.cat([call.out[tokens] for call in calls])
+                    row |= {"status": "ok", **{n: round(e, 4) for n, e in error_against_rounding(out, exact).items()}}
+                self.accuracy.append(row)
+                self.say(accuracy_line(row))
+
+    def _host(self) -> None:
+        for kv in self.options.axes.kvs:
+            if self._out_of_time(5):
+                self.not_measured.append(f"host {kv}")
+                continue
+            smoke = self.options.smoke
+            shape = Shape(kv, 1, *((4, 2) if smoke else (64, 4)), context=self.options.axes.context)
+            call = make_calls(shape, self.pool(shape, []), 1, self.generator)[0]
+            sides = {}
+            for side in (*self.mine, *self.peers):
+                result = self._checked(Contestant(side.name, side, [call]), [])
+                with side.in_environment():
+                    size = (3, 2) if smoke else (21, 40)
+                    sides[side.name] = result if isinstance(result, dict) else host.eager_cost(side, call, *size)
+            self.host.setdefault("eager", {})[kv] = sides
+            self.say(f"host {kv}: " + ", ".join(f"{n} {host_words(s)}" for n, s in sides.items()))
+        costs: dict[str, Callable[[], dict[str, Any]]] = {
+            "import": lambda: host.import_cost(1 if self.options.smoke else 5),
+            "first_call": lambda: host.first_call_cost(self.device, self.options.axes.kvs[0]),
+        }
+        for name, cost in costs.items():
+            if self._out_of_time(30):
+                self.not_measured.append(f"host {name}")
+                continue
+            try:
+                self.host[name] = cost()
+            except Exception as error:
+                self.host[name] = {"status": "error", "reason": first_line(error)}
+            self.say(f"host {name}: {self.host[name]}")
