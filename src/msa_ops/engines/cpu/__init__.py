@@ -86,15 +86,18 @@ def _attend(
     state = queries.new_zeros((plan.total, group, HEAD_DIM))
     lse = queries.new_full((plan.total, group), -torch.inf)
     queries = queries.index_select(0, plan.row)[:, None]
+    parts, part_lses = [], []
     for begin, end, keys in chunks:
-        kv = reader.read(begin, end, keys)[:, :, None]
+        k, v = reader.read(begin, end, keys)
         # The public scaled_dot_product_attention ends here too, but keeps the LSE to itself.
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            queries[begin:end], kv[0], kv[1], scale=scale
+            queries[begin:end], k, v, scale=scale
         )
-        where = plan.order[begin:end]
-        state.index_copy_(0, where, part[:, 0])
-        lse.index_copy_(0, where, part_lse[:, 0])
+        parts.append(part)
+        part_lses.append(part_lse)
+    if parts:
+        state.index_copy_(0, plan.order, torch.cat(parts)[:, 0])
+        lse.index_copy_(0, plan.order, torch.cat(part_lses)[:, 0])
     if plan.per_row == 1:
         return state, lse
     shape = (rows, plan.per_row, group)

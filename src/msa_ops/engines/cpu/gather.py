@@ -50,9 +50,17 @@ class Indexed:
     def index(self, place: Tensor, head: Tensor) -> Tensor:
         return place * self.place_step + head * self.head_step
 
-    def take(self, index: Tensor, out: Tensor) -> None:
-        """Copy the items of a flat `index` to the contiguous `out`."""
-        torch.index_select(self.items, 0, index, out=out.view(-1, *self.items.shape[1:]))
+
+@dataclass(frozen=True, slots=True)
+class _Views:
+    """The parts of a reader's buffers that a chunk of one shape uses."""
+
+    raw: Tensor
+    raw_items: tuple[Tensor, ...]
+    wide: Tensor
+    lanes: Tensor
+    sign: Tensor
+    result: Tensor
 
 
 class KeyValueReader:
@@ -79,14 +87,19 @@ class KeyValueReader:
             self._rows = [Indexed.of(t) for t in data]
             whole = self._flat_rows >= BLOCK_SIZE
             self._blocks = [Indexed.of(t, rows=BLOCK_SIZE) for t in data] if whole else []
-        rows = 2 * max_blocks * BLOCK_SIZE
-        device = problem.k.device
-        self._raw = torch.empty(rows * self._width, dtype=data[0].dtype, device=device)
+        self._allocate(2 * max_blocks * BLOCK_SIZE, data[0].dtype, problem.k.device)
+        self._views: dict[tuple[int, int, bool], _Views] = {}
+
+    def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
+        self._raw = torch.empty(rows * self._width, dtype=dtype, device=device)
         self._wide = torch.empty(rows * HEAD_DIM, dtype=torch.float32, device=device)
+        empty = torch.empty(0, device=device)
+        self._lanes = self._sign = empty
         if self._format is KVFormat.FP8:
-            self._lanes = torch.empty(rows * HEAD_DIM, dtype=torch.int16, device=device)
+            self._lanes = torch.empty(self._raw.shape, dtype=torch.int16, device=device)
         elif self._format is KVFormat.NVFP4:
-            self._lanes = torch.empty((2, rows * self._width), dtype=torch.int32, device=device)
+            self._lanes = torch.empty(self._raw.shape, dtype=torch.int32, device=device)
+            self._sign = torch.empty_like(self._lanes)
 
     def load_plan(self, plan: SegmentPlan) -> None:
         """Turn the plan's places into indices; `read` then takes ranges of its segments."""
@@ -94,42 +107,61 @@ class KeyValueReader:
         self._index = [source.index(plan.place, plan.head) for source in self._blocks]
 
     def read(self, begin: int, end: int, keys: int) -> Tensor:
-        """Segments `begin` to `end` of the plan as ``(2, segments, keys, 128)`` float32, K then V.
+        """Segments `begin` to `end` of the plan as ``(2, segments, 1, keys, 128)`` float32, K then V.
 
         Each of them has `keys` visible keys. The view is valid until the next `read`.
         """
-        segments = end - begin
         blocks = -(-keys // BLOCK_SIZE)
-        if self._paged:
-            flat_rows = None
-        else:
+        if not self._paged:
             place = self._plan.place[begin:end, :blocks]
             inside = bool(self._blocks) and int(place.min()) >= 0 and int(place.max()) <= self._flat_rows - BLOCK_SIZE
-            flat_rows = None if inside else _visible_rows(self._plan.place[begin:end], keys)
-        rows = blocks * BLOCK_SIZE if flat_rows is None else keys
-        raw = self._raw[: 2 * segments * rows * self._width]
-        wide = self._wide[: 2 * segments * rows * HEAD_DIM]
-        for part, half in enumerate(raw.chunk(2)):
-            if flat_rows is None:
-                self._blocks[part].take(self._index[part][begin:end, :blocks].reshape(-1), half)
-            else:
-                source = self._rows[part]
-                source.take(source.index(flat_rows, self._plan.head[begin:end]).view(-1), half)
-        self._widen(raw, wide)
+            if not inside:
+                return self._read_rows(begin, end, keys)
+        views = self._part(end - begin, blocks * BLOCK_SIZE, in_blocks=True)
+        for source, index, out in zip(self._blocks, self._index, views.raw_items, strict=True):
+            torch.index_select(source.items, 0, index[begin:end, :blocks].reshape(-1), out=out)
+        self._widen(views)
         if self._scales is not None:
-            place = self._plan.place[begin:end, :blocks] if flat_rows is None else flat_rows
-            whole = flat_rows is None
-            scale = self._scales.read(place, self._plan.head[begin:end], whole_blocks=whole)
-            wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
-        return wide.view(2, segments, rows, HEAD_DIM)[:, :, :keys]
+            place = self._plan.place[begin:end, :blocks]
+            scale = self._scales.read(place, self._plan.head[begin:end], whole_blocks=True)
+            views.wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
+        return views.result if blocks * BLOCK_SIZE == keys else views.result[:, :, :, :keys]
 
-    def _widen(self, raw: Tensor, wide: Tensor) -> None:
+    def _read_rows(self, begin: int, end: int, keys: int) -> Tensor:
+        """`read` of a flat cache, row by row: where a block reaches past its end or begins before it."""
+        head = self._plan.head[begin:end]
+        rows = _visible_rows(self._plan.place[begin:end], keys)
+        views = self._part(end - begin, keys, in_blocks=False)
+        for source, out in zip(self._rows, views.raw_items, strict=True):
+            torch.index_select(source.items, 0, source.index(rows, head).view(-1), out=out)
+        self._widen(views)
+        if self._scales is not None:
+            scale = self._scales.read(rows, head, whole_blocks=False)
+            views.wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
+        return views.result
+
+    def _part(self, segments: int, rows: int, *, in_blocks: bool) -> _Views:
+        """Views for K and V of `segments` segments of `rows` rows; made once per shape, for chunks are mostly alike."""
+        key = (segments, rows, in_blocks)
+        views = self._views.get(key)
+        if views is None:
+            total = 2 * segments * rows
+            raw = self._raw[: total * self._width]
+            wide = self._wide[: total * HEAD_DIM]
+            item = (-1, BLOCK_SIZE, self._width) if in_blocks else (-1, self._width)
+            halves = tuple(half.view(item) for half in raw.chunk(2))
+            result = wide.view(2, segments, 1, rows, HEAD_DIM)
+            views = _Views(raw, halves, wide, self._lanes[: raw.numel()], self._sign[: raw.numel()], result)
+            self._views[key] = views
+        return views
+
+    def _widen(self, views: _Views) -> None:
         if self._format is KVFormat.FP8:
-            widen_e4m3(raw, self._lanes[: raw.numel()], wide)
+            widen_e4m3(views.raw, views.lanes, views.wide)
         elif self._format is KVFormat.NVFP4:
-            widen_e2m1(raw, self._lanes[0, : raw.numel()], self._lanes[1, : raw.numel()], wide)
+            widen_e2m1(views.raw, views.lanes, views.sign, views.wide)
         else:
-            wide.copy_(raw)
+            views.wide.copy_(views.raw)
 
 
 class _BlockScales:
@@ -194,11 +226,15 @@ def _visible_rows(place: Tensor, keys: int) -> Tensor:
 def widen_e4m3(raw: Tensor, lanes: Tensor, wide: Tensor) -> None:
     """e4m3 bytes to float32 times 2**-8: sign and the other seven bits go where float16 has them.
 
-    Exact for every finite byte, subnormals included. `lanes` is int16 scratch.
+    Exact for every finite byte, subnormals included; the two NaN bytes give NaN. `lanes` is int16 scratch.
     """
-    lanes.copy_(raw.view(torch.int8))  # extends the sign
-    lanes.mul_(128).bitwise_and_(-0x4001)  # as fast as a shift should be, and faster than torch's
+    signed = raw.view(torch.int8)
+    lanes.copy_(signed)  # extends the sign
+    lanes.mul_(128).bitwise_and_(-0x4001)  # torch's int16 multiply is faster than its shift
     wide.copy_(lanes.view(torch.float16))
+    # float16 has no NaN at these bits. Two reductions over bytes cost a fortieth of the call, a mask for all a third.
+    if int(signed.amax()) == 0x7F or int(raw.amax()) == 0xFF:
+        wide.masked_fill_(raw.bitwise_and(0x7F) == 0x7F, torch.nan)
 
 
 def widen_e2m1(raw: Tensor, lanes: Tensor, sign: Tensor, wide: Tensor) -> None:
