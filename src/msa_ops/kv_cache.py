@@ -467,8 +467,10 @@ class _Pool:
         """The float32 values of slots (page, token), without global scales: ``(tokens, heads, 128)`` each."""
         k, v = (x[layer] for x in (self.k, self.v))
         if self.k_scale is None or self.v_scale is None:
-            k, v = (_as_bytes(x)[page, :, token].view(x.dtype).float() for x in (k, v))
-            return k, v
+            k, v = (_as_bytes(x)[page, :, token] for x in (k, v))
+            return (
+                (k.float(), v.float()) if self.k.dtype != FP8 else (nvfp4.e4m3_to_float32(k), nvfp4.e4m3_to_float32(v))
+            )
         if self.layout == "planar":
             k_scale = self.k_scale[layer][page, :, token]
             v_scale = nvfp4.planar_v_groups(self.v_scale[layer])[page, :, token // 4, :, token % 4]
