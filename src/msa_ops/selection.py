@@ -18,8 +18,8 @@ from .contract import BLOCK_SIZE, FP8, HEAD_DIM, MAX_TOPK
 from .nvfp4 import e4m3_to_float32
 
 _CHUNK = 1 << 18
-"""Elements of the largest temporaries: 1 MB of float32 scores or keys, 2 MB of int64 sort keys. They stay in cache; with
-four times as many, fp8 scores took two to three times as long on one CPU core."""
+"""Elements of the largest temporaries: 1 MB of float32 scores or keys, 2 MB of int64 sort keys. They stay in cache:
+with four times as many, fp8 scores took over twice as long on one CPU core."""
 _NEVER = -(1 << 63)
 _FORCED = (1 << 62) + (1 << 40)
 """Above every score's sort key, of which the largest, of +inf, is below 2^62."""
