@@ -1,9 +1,9 @@
 """Random calls of `msa_sparse_decode_attention` in every form, with everything that a call does not use poisoned.
 
-`Spec` says what a call looks like, `build` makes its tensors, and a `Case` runs it and asks the oracle. A K or V slot counts
-as used if some token of its request attends it for that KV head; every other byte (slots past the length, slots ahead of
-every token, blocks that nobody selected, pages of nobody, gaps between rows, padding of scales, tables and ids) holds
-what `Spec.fill` says, NaN by default.
+`Spec` says what a call looks like, `build` makes its tensors, and a `Case` runs it and asks the oracle. A K or V slot
+counts as used if some token of its request attends it for that KV head; every other byte (slots past the length, slots
+ahead of every token, blocks that nobody selected, pages of nobody, gaps between rows, padding of scales, tables and
+ids) holds what `Spec.fill` says, NaN by default.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import nvfp4_bytes
 import torch
 from torch import Tensor
 
+import nvfp4_bytes
 from msa_ops import msa_sparse_decode_attention
 from msa_ops.reference import decode_reference
 
@@ -69,7 +69,9 @@ FLAT_FORMS = {
     "flat": Form(lambda n, h, d: (2, n, h, d), lambda s, d: (s[0], s[1])),
     "flat_packed": Form(lambda n, h, d: (n, h, 2 * d), lambda s, d: (s[..., :d], s[..., d:])),
     "flat_heads_first": Form(lambda n, h, d: (2, h, n, d), lambda s, d: (s[0].transpose(0, 1), s[1].transpose(0, 1))),
-    "flat_fused": Form(lambda n, h, d: (n, 3 * h, d), lambda s, d: (s[:, : s.shape[1] // 3], s[:, -(s.shape[1] // 3) :])),
+    "flat_fused": Form(
+        lambda n, h, d: (n, 3 * h, d), lambda s, d: (s[:, : s.shape[1] // 3], s[:, -(s.shape[1] // 3) :])
+    ),
     "flat_padded_rows": Form(lambda n, h, d: (2, n, h, d + 16), lambda s, d: (s[0, ..., :d], s[1, ..., :d])),
 }
 PLANAR_FORMS = ("planar", "planar_pool")
@@ -78,8 +80,11 @@ PLANAR_FORMS = ("planar", "planar_pool")
 
 @dataclass(frozen=True)
 class Spec:
-    """What a call looks like. `ids`: ``ascending`` (what `msa_topk_select` makes), ``mixed`` (any order, holes, duplicates,
-    out of range), ``all`` (every block, last first), ``none`` (junk alone)."""
+    """What a call looks like.
+
+    `ids`: ``ascending`` (what `msa_topk_select` makes), ``mixed`` (any order, holes, duplicates, out of range), ``all``
+    (every block, last first), ``none`` (junk alone).
+    """
 
     q_dtype: str = "bf16"
     kv_dtype: str = "bf16"
@@ -121,14 +126,17 @@ class Spec:
 
 @dataclass
 class Case:
-    """One call. `keys` and `values` are the numbers that the cache holds, float64, NaN where unused."""
+    """One call. `keys` and `values` are the numbers that the cache holds, float64, NaN where unused.
+
+    `oracle_kwargs` says where the oracle finds them, where that differs from the call (pages that a test moved).
+    """
 
     spec: Spec
     args: tuple[Tensor, Tensor, Tensor, Tensor]
     kwargs: dict[str, Any]
     keys: Tensor
     values: Tensor
-    extra: dict[str, Any] = field(default_factory=dict)
+    oracle_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def run(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """Output and LSE of the call, on the case's device."""
@@ -136,17 +144,28 @@ class Case:
         assert isinstance(result, tuple)
         return result
 
+    def run_output(self, **changes: Any) -> Tensor:
+        """The output of the call without an LSE."""
+        result = msa_sparse_decode_attention(*self.args, **{**self.kwargs, **changes})
+        assert isinstance(result, Tensor)
+        return result
+
     def oracle(self, **changes: Any) -> tuple[Tensor, Tensor]:
         """The same in float64, not rounded, from `keys` and `values`: it does not depend on how the bytes are read."""
-        kwargs = {n: a for n, a in {**self.kwargs, **changes}.items() if n not in ("k_scale", "v_scale")}
+        kwargs = self._oracle_call(changes)
         return decode_reference(self.args[0], self.keys, self.values, self.args[3], round_output=False, **kwargs)
 
-    def term_norms(self, **changes: Any) -> Tensor:
-        """Per row, the root of the sum of squares of every ``p_i * v_i`` that the output adds up: (tokens, num_qo_heads).
+    def _oracle_call(self, changes: dict[str, Any]) -> dict[str, Any]:
+        kwargs = {**self.kwargs, **self.oracle_kwargs, **changes}
+        return {n: a for n, a in kwargs.items() if n not in ("k_scale", "v_scale")}
 
+    def term_norms(self, **changes: Any) -> Tensor:
+        """Per row, the root of the sum of squares of every ``p_i * v_i`` that the output adds up.
+
+        Shape (tokens, num_qo_heads).
         ``p_i ** 2`` is a softmax at twice the scale, times ``exp(lse(2 s) - 2 lse(s))``, so the oracle can be asked.
         """
-        kwargs = {n: a for n, a in {**self.kwargs, **changes}.items() if n not in ("k_scale", "v_scale")}
+        kwargs = self._oracle_call(changes)
         scale = 128**-0.5 if kwargs.get("softmax_scale") is None else kwargs["softmax_scale"]
         v_global = 1.0 if kwargs.get("v_global_scale") is None else float(kwargs["v_global_scale"])
         twice = {**kwargs, "softmax_scale": 2 * scale, "v_global_scale": v_global**2}
@@ -158,7 +177,7 @@ class Case:
 
 
 def build(spec: Spec, device: str = "cpu") -> Case:
-    """Make the tensors of `spec` on `device`. Used bytes depend on everything but ``spec.fill``; unused ones on it alone."""
+    """Make the tensors of `spec` on `device`. ``spec.fill`` changes unused bytes alone."""
     g = torch.Generator().manual_seed(spec.seed)
     poison = torch.Generator().manual_seed(spec.seed + 1)
     ids = _selection(spec, g)
@@ -311,7 +330,7 @@ def _filled(shape: tuple[int, ...], kind: str, fill: str, poison: torch.Generato
 
 
 def _random_raw(shape: tuple[int, ...], kind: str, g: torch.Generator) -> Tensor:
-    """Finite raw elements: about N(0, 1), or any NVFP4 codes, or block scales around 1 with signs, zeros and subnormals."""
+    """Finite raw elements: about N(0, 1), any NVFP4 codes, or block scales around 1 with signs, zeros, subnormals."""
     if kind == "nvfp4":
         return torch.randint(0, 256, shape, generator=g, dtype=torch.uint8)
     if kind == "scale":
@@ -347,7 +366,9 @@ def _cache(
     kind = spec.kv_dtype
     width = 64 if kind == "nvfp4" else 128
     shape = (*used.shape, width)
-    raw = [torch.where(used[..., None], _random_raw(shape, kind, g), _filled(shape, kind, spec.fill, poison)) for _ in "kv"]
+    raw = [
+        torch.where(used[..., None], _random_raw(shape, kind, g), _filled(shape, kind, spec.fill, poison)) for _ in "kv"
+    ]
     if kind != "nvfp4":
         numbers = [r.view(DTYPES[kind]).double() for r in raw]
     else:

@@ -12,8 +12,8 @@ from hypothesis import HealthCheck, settings
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# "default" is bounded and repeatable, for `make test` and CI. "thorough" (HYPOTHESIS_PROFILE=thorough) looks further, with new
-# examples on every run. Neither has a deadline: tests time nothing.
+# "default" is bounded and repeatable, for `make test` and CI. "thorough" (HYPOTHESIS_PROFILE=thorough) looks further,
+# with new examples on every run. Neither has a deadline: tests time nothing.
 _COMMON = {
     "deadline": None,
     "print_blob": True,
@@ -41,7 +41,7 @@ def device(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def poisoned_empty() -> Iterator[None]:
-    """`torch.empty` hands out NaN (the largest value for integers): scratch that was never written cannot pass for 0."""
+    """`torch.empty` hands out NaN (integers: the largest): scratch that was never written cannot pass for 0."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     assert torch.utils.deterministic.fill_uninitialized_memory

@@ -1,6 +1,7 @@
 """The NVFP4 byte layouts, written from their definitions alone. Shares no code with the package.
 
-Block scales are handed in as rows: ``(rows, 8)`` uint8 for the tiled layout, ``(pages, kv_heads, 128, 8)`` for planar pages.
+Block scales are handed in as rows: ``(rows, 8)`` uint8 for the tiled layout, ``(pages, kv_heads, 128, 8)`` for planar
+pages.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ E4M3 = torch.tensor([e4m3_value(byte) for byte in range(256)]).double()
 
 
 def values(codes: Tensor, scales: Tensor) -> Tensor:
-    """``(..., 64)`` uint8 codes and ``(..., 8)`` uint8 scales as ``(..., 128)`` float64, even element in the low nibble."""
+    """``(..., 64)`` codes and ``(..., 8)`` scales, both uint8, as ``(..., 128)`` float64; even element in the low nibble."""
     elements = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
     return E2M1[elements] * E4M3[scales.long()].repeat_interleave(16, dim=-1)
 

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import DTYPE_PAIRS, Spec, build
 from hypothesis import given
 from hypothesis import strategies as st
+
+from cases import DTYPE_PAIRS, Spec, build
+from msa_ops.reference import _round_once, decode_reference
 from nvfp4_bytes import E4M3, e4m3_value
 from vectors.load import load
-
-from msa_ops.reference import _round_once, decode_reference
 
 VECTORS = sorted((Path(__file__).parent / "vectors").glob("*.npz"))
 # dtype: significand bits, smallest normal exponent, largest finite value

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from compare import assert_lse_close, assert_rows_close
-from vectors.load import load
 
+from compare import assert_lse_close, assert_rows_close
 from msa_ops import msa_sparse_decode_attention
+from vectors.load import load
 
 VECTORS = sorted((Path(__file__).parent / "vectors").glob("*.npz"))
 pytestmark = pytest.mark.usefixtures("poisoned_empty")

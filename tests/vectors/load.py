@@ -1,7 +1,7 @@
 """Turn one vector file into the arguments of msa_sparse_decode_attention.
 
 args, kwargs, expected_out, expected_lse, meta = load(path, device="cpu")
-expected_* are float64 (tokens, heads, 128) and (tokens, heads); they were computed in float64 from the exact stored values.
+expected_* are float64 (tokens, heads, 128) and (tokens, heads), computed in float64 from the exact stored values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ def _planar_views(page: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor, Ten
     return region(0, 64), region(heads * 8192, 8), region(heads * 9216, 64), region(heads * 17408, 8)
 
 
-def load(path: str | Path, device: str = "cpu") -> tuple[tuple[Tensor, ...], dict[str, Any], Tensor, Tensor, dict[str, Any]]:
+Loaded = tuple[tuple[Tensor, ...], dict[str, Any], Tensor, Tensor, dict[str, Any]]
+
+
+def load(path: str | Path, device: str = "cpu") -> Loaded:
     z = np.load(path)
     meta = json.loads(bytes(z["meta"]))
     kv_dtype = meta["kv_dtype"]
@@ -61,7 +64,8 @@ def load(path: str | Path, device: str = "cpu") -> tuple[tuple[Tensor, ...], dic
         if meta["nhd"]:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         if "k_scale" in z:
-            kwargs["k_scale"], kwargs["v_scale"] = _tensor(z["k_scale"], None, device), _tensor(z["v_scale"], None, device)
+            for name in ("k_scale", "v_scale"):
+                kwargs[name] = _tensor(z[name], None, device)
     if meta["scale_dtype"] == "fp8":
         for name in ("k_scale", "v_scale"):
             kwargs[name] = kwargs[name].view(torch.float8_e4m3fn)
