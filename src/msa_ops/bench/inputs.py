@@ -150,9 +150,7 @@ def _random_scales(t: Tensor, generator: torch.Generator) -> None:
     t.random_(0x20, 0x30, generator=generator)
 
 
-def make_calls(
-    shape: Shape, pool: Pool, count: int, generator: torch.Generator, *, q_scale: float = 1.0
-) -> list[Call]:
+def make_calls(shape: Shape, pool: Pool, count: int, generator: torch.Generator, *, q_scale: float = 1.0) -> list[Call]:
     """`count` calls of one shape with distinct queries, selections and page tables, on the generator's device.
 
     The outputs are parts of one NaN-filled tensor.

@@ -12,7 +12,9 @@ from .runner import Runner
 
 def run(options: Options, say: Callable[[str], None] = print) -> dict[str, object]:
     """Measure what `options` ask for, write the files that they name, and return the report."""
-    result = Runner(options, say).run()
+    runner = Runner(options, say)
+    runner.checkpoint = lambda so_far: report.write(so_far, options.json, options.markdown)
+    result = runner.run()
     report.write(result, options.json, options.markdown)
     for line in report.summary_lines(result):
         say(line)

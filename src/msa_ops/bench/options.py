@@ -27,7 +27,7 @@ class Options:
     calls: int | None = None
     time_budget: float | None = None
     seed: int = 0
-    workers: int = 8
+    workers: int = 12
     json: str | None = None
     markdown: str | None = None
     commit: str | None = None
@@ -69,7 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--calls", type=int, help="calls in one graph; default: by size, 6 to 24")
     add("--time-budget", type=float, metavar="SECONDS", help="stop cleanly before this, and say what was not measured")
     add("--seed", type=int, default=0)
-    add("--workers", type=int, default=8, help="processes that compile all sides' kernels beforehand; 0: none")
+    add("--workers", type=int, default=12, help="processes that compile all sides' kernels beforehand; 0: none")
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE")
     add("--commit", help="recorded in the JSON where the source is no git checkout")

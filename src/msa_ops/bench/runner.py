@@ -26,6 +26,7 @@ WRONG_ABOVE = 0.01
 _SAMPLED_TOKENS = 24
 _GRAPH_TARGET_US = 400.0
 _POOL_BYTES = 2 << 30
+_CHECKPOINT_S = 15.0
 
 
 class DeviceLost(RuntimeError):
@@ -75,6 +76,9 @@ class Runner:
         self.not_measured: list[str] = []
         self._pool: tuple[tuple[str, int], Pool] | None = None
         self._slowest = 0.0
+        self.checkpoint: Callable[[dict[str, Any]], None] = lambda report: None
+        """Called with the report so far every 15 seconds, so that a run that is killed loses little."""
+        self._saved = self.started
 
     # --- the whole run ---
 
@@ -117,7 +121,11 @@ class Runner:
                 row = self.measure(job)
                 self.rows.append(row)
                 self.say(progress_line(row))
-            self._slowest = max(self._slowest, time.monotonic() - begin)
+            now = time.monotonic()
+            self._slowest = max(self._slowest, now - begin)
+            if now - self._saved > _CHECKPOINT_S:
+                self._saved = now
+                self.checkpoint(self.report())
         if self.not_measured:
             self.say(f"time budget spent; not measured: {len(self.not_measured)} of {len(jobs)} shapes")
 

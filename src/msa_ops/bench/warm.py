@@ -32,6 +32,7 @@ def compile_all(jobs: list[Job], options: Options) -> str:
     workers = min(options.workers, len(shapes), os.cpu_count() or 1)
     path = os.pathsep.join(p for p in sys.path if p)
     start = time.monotonic()
+    patience = min(_PATIENCE_S, (options.time_budget or 2 * _PATIENCE_S) / 2)
     running = []
     for i in range(workers):
         spec = json.dumps(
@@ -55,7 +56,7 @@ def compile_all(jobs: list[Job], options: Options) -> str:
     failed = 0
     for worker in running:
         try:
-            failed += worker.wait(max(1.0, _PATIENCE_S - (time.monotonic() - start))) != 0
+            failed += worker.wait(max(1.0, patience - (time.monotonic() - start))) != 0
         except subprocess.TimeoutExpired:
             worker.kill()
             failed += 1
