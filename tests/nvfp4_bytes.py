@@ -28,7 +28,7 @@ E4M3 = torch.tensor([e4m3_value(byte) for byte in range(256)]).double()
 
 
 def values(codes: Tensor, scales: Tensor) -> Tensor:
-    """``(..., 64)`` codes and ``(..., 8)`` scales, both uint8, as ``(..., 128)`` float64; even element in the low nibble."""
+    """``(..., 64)`` codes and ``(..., 8)`` scales, uint8, as ``(..., 128)`` float64; even element in the low nibble."""
     elements = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2).long()
     return E2M1[elements] * E4M3[scales.long()].repeat_interleave(16, dim=-1)
 
