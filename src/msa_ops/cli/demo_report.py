@@ -141,8 +141,8 @@ def _agreement_table(report: DemoReport) -> Table:
 
 _LEGEND = (
     "[dim]All runs take the reference's tokens, blocks and experts. 'eager path': transformers' other path, which "
-    "shows bf16's own rounding. 'one block left out': our path with a small fault made on purpose. 'argmax "
-    "equal': of the tokens whose top-2 gap exceeds twice our difference. 'near ties': tokens at which rounding alone would have "
+    "shows bf16's own rounding. 'one block left out': our path with a small fault made on purpose. 'argmax equal': of "
+    "the tokens whose top-2 gap exceeds twice our difference. 'near ties': tokens at which rounding alone would have "
     "made our path choose another block or expert.[/dim]"
 )
 
