@@ -52,19 +52,22 @@ class Indexed:
 
 
 @dataclass(frozen=True, slots=True)
-class _Views:
+class _Buffers:
     """The parts of a reader's buffers that a chunk of one shape uses."""
 
     raw: Tensor
-    raw_items: tuple[Tensor, ...]
-    wide: Tensor
+    items: Tensor
     lanes: Tensor
     sign: Tensor
-    result: Tensor
+    wide: tuple[Tensor, Tensor]
+    result: tuple[Tensor, Tensor]
 
 
 class KeyValueReader:
     """Gathers selected K and V of one problem as float32, in buffers allocated once.
+
+    K and V go through one after the other: each step then cuts the same segments among the threads, and a thread reads
+    what it wrote itself. Widening K and V by one operation took three times as long on two threads.
 
     Args:
         problem: the checked call.
@@ -87,14 +90,13 @@ class KeyValueReader:
             self._rows = [Indexed.of(t) for t in data]
             whole = self._flat_rows >= BLOCK_SIZE
             self._blocks = [Indexed.of(t, rows=BLOCK_SIZE) for t in data] if whole else []
-        self._allocate(2 * max_blocks * BLOCK_SIZE, data[0].dtype, problem.k.device)
-        self._views: dict[tuple[int, int, bool], _Views] = {}
+        self._allocate(max_blocks * BLOCK_SIZE, data[0].dtype, problem.k.device)
+        self._shapes: dict[tuple[int, int, bool], _Buffers] = {}
 
     def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._raw = torch.empty(rows * self._width, dtype=dtype, device=device)
-        self._wide = torch.empty(rows * HEAD_DIM, dtype=torch.float32, device=device)
-        empty = torch.empty(0, device=device)
-        self._lanes = self._sign = empty
+        self._wide = torch.empty((2, rows * HEAD_DIM), dtype=torch.float32, device=device)
+        self._lanes = self._sign = torch.empty(0, device=device)
         if self._format is KVFormat.FP8:
             self._lanes = torch.empty(self._raw.shape, dtype=torch.int16, device=device)
         elif self._format is KVFormat.NVFP4:
@@ -106,66 +108,64 @@ class KeyValueReader:
         self._plan = plan
         self._index = [source.index(plan.place, plan.head) for source in self._blocks]
 
-    def read(self, begin: int, end: int, keys: int) -> Tensor:
-        """Segments `begin` to `end` of the plan as ``(2, segments, 1, keys, 128)`` float32, K then V.
+    def read(self, begin: int, end: int, keys: int) -> tuple[Tensor, Tensor]:
+        """K and V of segments `begin` to `end` of the plan, each ``(segments, 1, keys, 128)`` float32.
 
-        Each of them has `keys` visible keys. The view is valid until the next `read`.
+        Each segment has `keys` visible keys. The result is valid until the next `read`.
         """
         blocks = -(-keys // BLOCK_SIZE)
+        place, head = self._plan.place[begin:end, :blocks], self._plan.head[begin:end]
         if not self._paged:
-            place = self._plan.place[begin:end, :blocks]
             inside = bool(self._blocks) and int(place.min()) >= 0 and int(place.max()) <= self._flat_rows - BLOCK_SIZE
             if not inside:
                 return self._read_rows(begin, end, keys)
-        views = self._part(end - begin, blocks * BLOCK_SIZE, in_blocks=True)
-        for source, index, out in zip(self._blocks, self._index, views.raw_items, strict=True):
-            torch.index_select(source.items, 0, index[begin:end, :blocks].reshape(-1), out=out)
-        self._widen(views)
-        if self._scales is not None:
-            place = self._plan.place[begin:end, :blocks]
-            scale = self._scales.read(place, self._plan.head[begin:end], whole_blocks=True)
-            views.wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
-        return views.result if blocks * BLOCK_SIZE == keys else views.result[:, :, :, :keys]
+        buffers = self._part(end - begin, blocks * BLOCK_SIZE, in_blocks=True)
+        for part, source in enumerate(self._blocks):
+            index = self._index[part][begin:end, :blocks].reshape(-1)
+            torch.index_select(source.items, 0, index, out=buffers.items)
+            self._widen(buffers, part)
+            if self._scales is not None:
+                self._scales.apply(buffers.wide[part], part, place, head, whole_blocks=True)
+        k, v = buffers.result
+        return (k, v) if blocks * BLOCK_SIZE == keys else (k[:, :, :keys], v[:, :, :keys])
 
-    def _read_rows(self, begin: int, end: int, keys: int) -> Tensor:
+    def _read_rows(self, begin: int, end: int, keys: int) -> tuple[Tensor, Tensor]:
         """`read` of a flat cache, row by row: where a block reaches past its end or begins before it."""
         head = self._plan.head[begin:end]
         rows = _visible_rows(self._plan.place[begin:end], keys)
-        views = self._part(end - begin, keys, in_blocks=False)
-        for source, out in zip(self._rows, views.raw_items, strict=True):
-            torch.index_select(source.items, 0, source.index(rows, head).view(-1), out=out)
-        self._widen(views)
-        if self._scales is not None:
-            scale = self._scales.read(rows, head, whole_blocks=False)
-            views.wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
-        return views.result
+        buffers = self._part(end - begin, keys, in_blocks=False)
+        for part, source in enumerate(self._rows):
+            torch.index_select(source.items, 0, source.index(rows, head).view(-1), out=buffers.items)
+            self._widen(buffers, part)
+            if self._scales is not None:
+                self._scales.apply(buffers.wide[part], part, rows, head, whole_blocks=False)
+        return buffers.result
 
-    def _part(self, segments: int, rows: int, *, in_blocks: bool) -> _Views:
-        """Views for K and V of `segments` segments of `rows` rows; made once per shape, for chunks are mostly alike."""
+    def _part(self, segments: int, rows: int, *, in_blocks: bool) -> _Buffers:
+        """Buffers for `segments` segments of `rows` rows; cut once per shape, for chunks are mostly alike."""
         key = (segments, rows, in_blocks)
-        views = self._views.get(key)
-        if views is None:
-            total = 2 * segments * rows
+        buffers = self._shapes.get(key)
+        if buffers is None:
+            total = segments * rows
             raw = self._raw[: total * self._width]
-            wide = self._wide[: total * HEAD_DIM]
-            item = (-1, BLOCK_SIZE, self._width) if in_blocks else (-1, self._width)
-            halves = tuple(half.view(item) for half in raw.chunk(2))
-            result = wide.view(2, segments, 1, rows, HEAD_DIM)
-            views = _Views(raw, halves, wide, self._lanes[: raw.numel()], self._sign[: raw.numel()], result)
-            self._views[key] = views
-        return views
+            items = raw.view((-1, BLOCK_SIZE, self._width) if in_blocks else (-1, self._width))
+            k, v = self._wide[0, : total * HEAD_DIM], self._wide[1, : total * HEAD_DIM]
+            result = k.view(segments, 1, rows, HEAD_DIM), v.view(segments, 1, rows, HEAD_DIM)
+            buffers = _Buffers(raw, items, self._lanes[: raw.numel()], self._sign[: raw.numel()], (k, v), result)
+            self._shapes[key] = buffers
+        return buffers
 
-    def _widen(self, views: _Views) -> None:
+    def _widen(self, buffers: _Buffers, part: int) -> None:
         if self._format is KVFormat.FP8:
-            widen_e4m3(views.raw, views.lanes, views.wide)
+            widen_e4m3(buffers.raw, buffers.lanes, buffers.wide[part])
         elif self._format is KVFormat.NVFP4:
-            widen_e2m1(views.raw, views.lanes, views.sign, views.wide)
+            widen_e2m1(buffers.raw, buffers.lanes, buffers.sign, buffers.wide[part])
         else:
-            views.wide.copy_(views.raw)
+            buffers.wide[part].copy_(buffers.raw)
 
 
 class _BlockScales:
-    """NVFP4 block scales of gathered rows, from either layout, as float32 times 2**-8."""
+    """NVFP4 block scales of gathered rows, from either layout."""
 
     def __init__(self, problem: DecodeProblem) -> None:
         assert problem.k_scale is not None and problem.v_scale is not None
@@ -184,35 +184,34 @@ class _BlockScales:
             # Four scales, one 32-bit word, is what lies together in the tiled layout.
             self._words = [t.flatten()[:used].view(torch.int32) for t in scales]
 
-    def read(self, place: Tensor, head: Tensor, *, whole_blocks: bool) -> Tensor:
-        """``(2 * rows, 8)``, K's rows then V's.
+    def apply(self, wide: Tensor, part: int, place: Tensor, head: Tensor, *, whole_blocks: bool) -> None:
+        """Multiply gathered rows of K (part 0) or V (1) by their block scales times 2**-8.
 
         `place` counts pages, or rows of a flat cache: the first rows of whole blocks, or else single rows.
         """
-        if self._planar:
-            codes = [self._planar_bytes(part, place, head) for part in (0, 1)]
-        elif self._paged:
+        codes = self._planar_codes(part, place, head) if self._planar else self._tiled(part, place, head, whole_blocks)
+        lanes = torch.empty(codes.shape, dtype=torch.int16, device=wide.device)
+        scale = torch.empty(codes.shape, dtype=torch.float32, device=wide.device)
+        widen_e4m3(codes, lanes, scale)
+        wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
+
+    def _tiled(self, part: int, place: Tensor, head: Tensor, whole_blocks: bool) -> Tensor:
+        if self._paged:
             # A (page, head) has a pair of tiles of its own: words [s // 4][row % 32][row // 32].
             tile = (place * self._kv_heads + head).reshape(-1)
-            codes = [w.view(-1, 2, 32, 4).index_select(0, tile).permute(0, 3, 2, 1) for w in self._words]
-        else:
-            if whole_blocks:
-                place = (place[:, :, None] + torch.arange(BLOCK_SIZE, device=place.device)).flatten(1)
-            row = (place * self._kv_heads + head).view(-1)
-            word = (row >> 7) * 256 + (row & 31) * 4 + ((row & 127) >> 5)
-            pair = torch.stack((word, word + 128), dim=-1).view(-1)
-            codes = [w.index_select(0, pair) for w in self._words]
-        bytes_ = torch.stack(codes).view(torch.uint8).view(-1, SCALES_PER_ROW)
-        lanes = torch.empty(bytes_.shape, dtype=torch.int16, device=place.device)
-        scale = torch.empty(bytes_.shape, dtype=torch.float32, device=place.device)
-        widen_e4m3(bytes_, lanes, scale)
-        return scale
+            words = self._words[part].view(-1, 2, 32, 4).index_select(0, tile).permute(0, 3, 2, 1).contiguous()
+            return words.view(torch.uint8)
+        if whole_blocks:
+            place = (place[:, :, None] + torch.arange(BLOCK_SIZE, device=place.device)).flatten(1)
+        row = (place * self._kv_heads + head).view(-1)
+        word = (row >> 7) * 256 + (row & 31) * 4 + ((row & 127) >> 5)
+        return self._words[part].index_select(0, torch.stack((word, word + 128), dim=-1).view(-1)).view(torch.uint8)
 
-    def _planar_bytes(self, part: int, place: Tensor, head: Tensor) -> Tensor:
+    def _planar_codes(self, part: int, place: Tensor, head: Tensor) -> Tensor:
         source = self._planar[part]
         tiles = source.items.index_select(0, source.index(place, head).view(-1))
         # K is linear in (token, s); V has byte (token // 4) * 32 + 4 * s + token % 4.
-        return tiles.view(-1, 4, SCALES_PER_ROW) if part == 0 else tiles.view(-1, SCALES_PER_ROW, 4).transpose(1, 2)
+        return tiles if part == 0 else tiles.view(-1, SCALES_PER_ROW, 4).transpose(1, 2).contiguous()
 
 
 def _visible_rows(place: Tensor, keys: int) -> Tensor:
