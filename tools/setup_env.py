@@ -173,9 +173,9 @@ def install(extra: str, wanted: list[Requirement], torch: tuple[str, Path] | Non
     pip = create_venv(torch)
     constraints = VENV / "constraints.txt"
     constraints.write_text("\n".join(pins) + "\n", encoding="utf-8")
-    run(
-        [*pip, "install", "--quiet", "--disable-pip-version-check", "-c", str(constraints), *(n + s for n, s in wanted)]
-    )
+    # A download may take minutes: someone at a terminal sees it go on, a log stays short.
+    flags = ["--disable-pip-version-check", *([] if sys.stderr.isatty() else ["--quiet"])]
+    run([*pip, "install", *flags, "-c", str(constraints), *(name + span for name, span in wanted)])
     report_torch()
     STAMP.write_text(stamp(wanted, torch) + f" {extra}\n", encoding="utf-8")
 
