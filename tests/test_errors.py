@@ -88,6 +88,10 @@ def q_and_out_overlap(call: Call) -> None:
     call["q"] = room[:n].view(call["q"].shape).copy_(call["q"])
 
 
+def put_lse_inside(name: str) -> Callable[[Call], None]:
+    return lambda call: call.update(lse_out=call[name].view(-1).view(torch.float32)[8:40].view(4, 8))
+
+
 def grad(call: Call, name: str) -> None:
     call[name] = call[name].detach().clone().requires_grad_()
 
@@ -160,6 +164,15 @@ ROWS = [
         for name in ("softmax_scale", "k_global_scale", "v_global_scale")
         for value in ("nan", "inf")
     ],
+    *[
+        Refused(f"{name} past float32", put(**{name: value}), (name, "finite in float32", f"got {value}"))
+        for name, value in (("softmax_scale", 1e39), ("k_global_scale", -1e39), ("v_global_scale", 10**39))
+    ],
+    Refused(
+        "scales past float32 together",
+        put(softmax_scale=1e20, k_global_scale=1e20),
+        ("softmax_scale * k_global_scale", "finite in float32", "1e+40"),
+    ),
     *[
         Refused(f"{name} of two", put(**{name: torch.ones(2)}), (name, "one-element float32", "float32", "(2,)"))
         for name in ("k_global_scale", "v_global_scale")
@@ -324,6 +337,8 @@ ROWS = [
         put(lse_out=torch.empty(4, 8), return_softmax_lse=False),
         ("lse_out", "return_softmax_lse=True", "both or neither"),
     ),
+    Refused("lse_out in q", put_lse_inside("q"), ("lse_out", "share memory with q")),
+    Refused("lse_out in out", put_lse_inside("out"), ("lse_out", "share memory with out")),
     Refused("lse_out bf16", put(lse_out=torch.empty(4, 8).bfloat16()), ("lse_out", "float32", "bfloat16")),
     Refused("lse_out shape", put(lse_out=torch.empty(8, 4)), ("lse_out", "(4, 8)", "(8, 4)")),
     Refused("lse_out strided", put(lse_out=torch.empty(8, 4).T), ("lse_out", "contiguous", "(1, 4)")),

@@ -109,8 +109,7 @@ def sizes_of(spec: Spec) -> list[Spec]:
         {"lengths": (300, 129), "seed": 1},
         {"lengths": (129, 700, 5, 64, 300), "topk": 7, "seed": 2},
         {"lengths": (40,), "topk": 1, "group": 1, "seed": 3},
-        {"lengths": (40, 0, 0, 200), "group": 20, "kv_heads": 1, "seed": 4},
-        {"kv_heads": 3, "seed": 5},
+        {"lengths": (40, 0, 0, 200), "group": 20, "kv_heads": 3, "seed": 4},
     ]
     specs = []
     for change in changes:

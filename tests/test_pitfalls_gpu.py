@@ -73,8 +73,8 @@ def test_an_older_graph_survives_growth_of_the_workspace(combine: str | None, mo
     """23. Scratch grown later frees memory that an older graph uses."""
     force_combine(monkeypatch, combine)
     workspace = MSASparseAttentionWorkspace("cuda")
-    small = build(Spec(lengths=(5000,), topk=40, ids="ascending"), "cuda")
-    large = build(Spec(lengths=(5000, 4000) * 8, topk=40, ids="ascending", seed=1), "cuda")
+    small = build(Spec(lengths=(5000,), topk=40, ids="all"), "cuda")
+    large = build(Spec(lengths=(5000, 4000) * 8, kv_heads=1, topk=40, ids="all", seed=1), "cuda")
     out, lse = outputs_of(small)
     graph = captured(lambda: small.run(out=out, lse_out=lse, force_fused=False, workspace=workspace))
     graph.replay()
@@ -101,7 +101,7 @@ def test_replays_follow_new_lengths_and_ids(
 ) -> None:
     """25. A later replay with shorter lengths reads stale partials."""
     force_combine(monkeypatch, combine)
-    spec = Spec(kv_dtype=kv_dtype, lengths=(5000, 3000, 4096), seqlen_q=2, topk=40)
+    spec = Spec(kv_dtype=kv_dtype, lengths=(5000, 3000, 4096), seqlen_q=2, kv_heads=1, topk=40)
     case = everything_used(spec, "cuda")
     set_ids(case, list(range(40)))
     out, lse = outputs_of(case)
