@@ -83,9 +83,9 @@ def _attend(
         ``(rows, group, 128)`` and ``(rows, group)`` float32; 0 and ``-inf`` where a row attends nothing.
     """
     rows, group, _ = queries.shape
-    state = queries.new_zeros((plan.total, group, HEAD_DIM))
-    lse = queries.new_full((plan.total, group), -torch.inf)
-    queries = queries.index_select(0, plan.row)[:, None]
+    if plan.order is not None:
+        queries = queries.index_select(0, plan.order.div(plan.per_row, rounding_mode="floor"))
+    queries = queries[:, None]
     parts, part_lses = [], []
     for begin, end, keys in chunks:
         k, v = reader.read(begin, end, keys)
@@ -93,11 +93,15 @@ def _attend(
         part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
             queries[begin:end], k, v, scale=scale
         )
-        parts.append(part)
-        part_lses.append(part_lse)
+        parts.append(part[:, 0])
+        part_lses.append(part_lse[:, 0])
+    if plan.order is None:
+        return torch.cat(parts), torch.cat(part_lses)
+    state = queries.new_zeros((plan.total, group, HEAD_DIM))
+    lse = queries.new_full((plan.total, group), -torch.inf)
     if parts:
-        state.index_copy_(0, plan.order, torch.cat(parts)[:, 0])
-        lse.index_copy_(0, plan.order, torch.cat(part_lses)[:, 0])
+        state.index_copy_(0, plan.order, torch.cat(parts))
+        lse.index_copy_(0, plan.order, torch.cat(part_lses))
     if plan.per_row == 1:
         return state, lse
     shape = (rows, plan.per_row, group)

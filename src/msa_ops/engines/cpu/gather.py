@@ -106,7 +106,12 @@ class KeyValueReader:
     def load_plan(self, plan: SegmentPlan) -> None:
         """Turn the plan's places into indices; `read` then takes ranges of its segments."""
         self._plan = plan
-        self._index = [source.index(plan.place, plan.head) for source in self._blocks]
+        steps: dict[tuple[int, int], Tensor] = {}
+        for source in self._blocks:
+            key = (source.place_step, source.head_step)
+            if key not in steps:
+                steps[key] = source.index(plan.place, plan.head)
+        self._index = [steps[source.place_step, source.head_step] for source in self._blocks]
 
     def read(self, begin: int, end: int, keys: int) -> tuple[Tensor, Tensor]:
         """K and V of segments `begin` to `end` of the plan, each ``(segments, 1, keys, 128)`` float32.

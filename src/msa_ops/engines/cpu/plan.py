@@ -19,7 +19,8 @@ SEGMENT_BLOCKS = 16
 enough that one long row still gives every thread work."""
 
 _NO_BLOCK = 2**40
-"""Sorts last; past every limit, and times the block size still far from the end of int64."""
+"""Unused entries become this and what follows: all different, past every limit, and times the block size still far from
+the end of int64."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +32,8 @@ class SegmentPlan:
         place: ``(segments, blocks)`` int64, where a block lies: its page (paged) or its first row (flat). The blocks of
             a segment come first; what follows them is not to be read.
         head: ``(segments, 1)`` int64, the KV head.
-        order: ``(segments,)`` int64, the segment's position in the order (token, KV head, segment of the row).
-        row: ``(segments,)`` int64, the (token, KV head) it belongs to.
+        order: ``(segments,)`` int64, the segment's position in the order (token, KV head, segment of the row); None
+            where that is the order they are in and none is left out.
         total: segments of all rows, those without keys included.
         per_row: segments of each (token, KV head).
     """
@@ -40,8 +41,7 @@ class SegmentPlan:
     keys: list[int]
     place: Tensor
     head: Tensor
-    order: Tensor
-    row: Tensor
+    order: Tensor | None
     total: int
     per_row: int
 
@@ -61,73 +61,87 @@ class SegmentPlan:
 
 
 def plan_segments(problem: DecodeProblem, begin: int, end: int) -> SegmentPlan:
-    """Plan tokens `begin` to `end`. All arithmetic on positions and rows is int64."""
-    ids = problem.q2k_indices[:, begin:end].transpose(0, 1).long()
-    request = torch.arange(begin, end, device=ids.device) // problem.seqlen_q
-    low, limit, first = _visible_range(problem, request, begin, end)
+    """Plan tokens `begin` to `end`. All arithmetic on positions and rows is int64.
+
+    This is a third of a small call's time, all of it the cost of starting operations, so it starts few.
+    """
+    ids = problem.q2k_indices[:, begin:end].transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format)
+    request = torch.arange(begin, end, device=ids.device)
+    if problem.seqlen_q > 1:
+        request = request.div_(problem.seqlen_q, rounding_mode="floor")
+    first, limit = _visible_range(problem, request, begin, end)
     start = ids * BLOCK_SIZE
-    used = (ids >= 0) & (start < limit) & (start + BLOCK_SIZE > low)
+    used = (start >= 0) & (start < limit)
     if problem.page_table is not None:
-        table = problem.page_table
-        used &= ids < table.shape[1]
-        place = table[request[:, None, None], torch.where(used, ids, 0)].long()
-        used &= (place >= 0) & (place < problem.k.shape[0])
+        place = problem.page_table[request[:, None, None], ids * used].long()
+        least, largest = torch.aminmax(place)
+        if int(least) < 0 or int(largest) >= problem.k.shape[0]:
+            used &= (place >= 0) & (place < problem.k.shape[0])
     else:
-        place = first + start
-    ids, place = _ascending_once(torch.where(used, ids, _NO_BLOCK), place)
+        assert first is not None
+        place = start + first
+        used &= place > -BLOCK_SIZE
+    ids, place = _ascending_once(ids, used, place)
     start = ids * BLOCK_SIZE
-    keys = (torch.minimum(start + BLOCK_SIZE, limit) - torch.maximum(start, low)).clamp_(min=0)
+    keys = (limit - start).clamp_(0, BLOCK_SIZE)
+    if first is not None:  # rows below 0 do not exist
+        keys = (keys - (-first - start).clamp_(0, BLOCK_SIZE)).clamp_(min=0)
     return _cut(keys, place)
 
 
-def _visible_range(problem: DecodeProblem, request: Tensor, begin: int, end: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Per token, shaped (tokens, 1, 1): first and one past the last visible key, and the flat row of key 0."""
-    first = torch.zeros_like(request)
+def _visible_range(problem: DecodeProblem, request: Tensor, begin: int, end: int) -> tuple[Tensor | None, Tensor]:
+    """Per token, shaped (tokens, 1, 1): the row of key 0 (None if paged), and one past the last visible key."""
+    first = None
     if problem.cu_seqlens_k is not None:
         bounds = problem.cu_seqlens_k.long()
         first = bounds[request]
         length = bounds[request + 1] - first
+        limit = torch.minimum(length, problem.k.shape[0] - first)
     else:
-        assert problem.seqused_k is not None
+        assert problem.seqused_k is not None and problem.page_table is not None
         length = problem.seqused_k.long()[request]
-    limit = length
-    if problem.causal:
-        token = torch.arange(begin, end, device=request.device) % problem.seqlen_q
+        limit = length.clamp(max=problem.page_table.shape[1] * BLOCK_SIZE)
+    right_aligned = problem.q_offset is None and problem.q_offset_int is None
+    if problem.causal and not (right_aligned and problem.seqlen_q == 1):
+        token = torch.arange(begin, end, device=request.device).remainder_(problem.seqlen_q)
         if problem.q_offset is not None:
             position = problem.q_offset.long()[request] + token
         elif problem.q_offset_int is not None:
             position = token + problem.q_offset_int
         else:
             position = length - problem.seqlen_q + token
-        limit = torch.minimum(length, position + 1)
-    low = (-first).clamp(min=0)  # rows below 0 do not exist
-    if problem.cu_seqlens_k is not None:
-        limit = torch.minimum(limit, problem.k.shape[0] - first)
-    return low[:, None, None], limit.clamp(min=0)[:, None, None], first[:, None, None]
+        limit = torch.minimum(limit, position + 1)
+    return None if first is None else first[:, None, None], limit[:, None, None]
 
 
-def _ascending_once(ids: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort each list of blocks, drop repeats, unused ones last."""
-    ids, order = ids.sort(-1)
-    repeat = (ids[..., 1:] == ids[..., :-1]) & (ids[..., 1:] != _NO_BLOCK)
+def _ascending_once(ids: Tensor, used: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+    """Sort each list of blocks, unused ones last, repeats being unused."""
+    unused = torch.arange(_NO_BLOCK, _NO_BLOCK + ids.shape[-1], device=ids.device)
+    ids, order = torch.where(used, ids, unused).sort(-1)
+    repeat = ids[..., 1:] == ids[..., :-1]
     if bool(repeat.any()):
-        ids[..., 1:].masked_fill_(repeat, _NO_BLOCK)
+        ids[..., 1:] = torch.where(repeat, unused[1:], ids[..., 1:])
         ids, again = ids.sort(-1)
         order = order.gather(-1, again)
     return ids, place.gather(-1, order)
 
 
 def _cut(keys: Tensor, place: Tensor) -> SegmentPlan:
-    _, kv_heads, topk = keys.shape
+    tokens, kv_heads, topk = keys.shape
     blocks = min(topk, SEGMENT_BLOCKS)
     per_row = -(-topk // blocks)
     if per_row * blocks != topk:
         tail = (0, per_row * blocks - topk)
         keys, place = torch.nn.functional.pad(keys, tail), torch.nn.functional.pad(place, tail)
-    counts, order = keys.reshape(-1, blocks).sum(-1).sort(descending=True, stable=True)
-    total = counts.numel()
-    nonempty = int((counts > 0).sum())
+    sums = keys.view(-1, blocks).sum(-1)
+    place = place.view(-1, blocks)
+    counts = sums.tolist()
+    total = len(counts)
+    if per_row == 1 and min(counts) == max(counts) > 0:
+        head = torch.arange(kv_heads, device=keys.device).repeat(tokens)
+        return SegmentPlan(counts, place, head[:, None], None, total, 1)
+    sums, order = sums.sort(descending=True, stable=True)
+    nonempty = total - counts.count(0)
     order = order[:nonempty]
-    row = order.div(per_row, rounding_mode="floor")
-    place = place.reshape(-1, blocks).index_select(0, order)
-    return SegmentPlan(counts[:nonempty].tolist(), place, row.remainder(kv_heads)[:, None], order, row, total, per_row)
+    head = order.div(per_row, rounding_mode="floor").remainder_(kv_heads)
+    return SegmentPlan(sums[:nonempty].tolist(), place.index_select(0, order), head[:, None], order, total, per_row)
