@@ -464,6 +464,21 @@ def test_masks_and_positions_that_contradict_the_cache_are_refused() -> None:
     forward(model, ids[:, 10:11], start(), torch.ones(1, 11), torch.tensor([[10]]))
 
 
+def test_models_whose_dtype_or_gradients_do_not_fit_are_refused() -> None:
+    ids = tokens(1, 11, "cpu")
+    with pytest.raises(ValueError, match=r"the model must be bfloat16 or float16, got torch.float32"):
+        forward(enable(small_model("cpu").float()), ids, MSAPagedCache(small_config(), 20))
+    half = enable(small_model("cpu").half())
+    with pytest.raises(
+        ValueError, match=r"kv_dtype must be fp16, fp8 or nvfp4 for a model in torch.float16, got 'bf16'"
+    ):
+        forward(half, ids, MSAPagedCache(small_config(), 20))
+    cache = MSAPagedCache(small_config(), 20, kv_dtype="fp16")
+    assert forward(half, ids, cache).isfinite().all() and forward(half, ids[:, :1], cache).isfinite().all()
+    with pytest.raises(ValueError, match=r"MSAPagedCache keeps no gradients.*torch.inference_mode\(\)"):
+        half(ids, None, None, MSAPagedCache(small_config(), 20), use_cache=True)
+
+
 def test_dropout_is_refused_in_a_decode_step() -> None:
     model = enable(small_model("cpu", attention_dropout=0.5))
     cache = MSAPagedCache(model.config, 20)

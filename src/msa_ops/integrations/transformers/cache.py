@@ -89,6 +89,10 @@ class _Layer(CacheLayerMixin):  # type: ignore[misc]
     def advance(self, new: Tensor) -> tuple[list[int], list[int]]:
         """Note a step's tokens; returns the rows' lengths before it and the numbers of real new tokens."""
         batch, q_len = new.shape[0], new.shape[2]
+        if new.requires_grad and torch.is_grad_enabled():
+            raise ValueError(
+                "MSAPagedCache keeps no gradients: run the model under torch.inference_mode() or no_grad()"
+            )
         if batch != len(self.lengths):
             raise ValueError(
                 f"the cache holds a batch of {len(self.lengths)}, got {batch} rows: make a new MSAPagedCache"
@@ -295,6 +299,7 @@ class MSAPagedCache(Cache):  # type: ignore[misc]
     def grow_pool(self, new: Tensor, lengths: list[int], counts: list[int]) -> PagedKVCache:
         """The pages with room for `lengths` tokens; the first sparse layer of a step makes the room for all of them."""
         if self.pool is None:
+            self._check_dtype(new.dtype)
             pages = -(-self.max_length // BLOCK_SIZE)
             self.pool = PagedKVCache(
                 len(lengths) * pages,
@@ -309,6 +314,14 @@ class MSAPagedCache(Cache):  # type: ignore[misc]
         if [self.pool.length(request) for request in self.requests] != lengths:
             self.pool.extend(self.requests, counts)
         return self.pool
+
+    def _check_dtype(self, dtype: torch.dtype) -> None:
+        """Raise `ValueError` where the model's dtype has no decode step, or none with a cache of this kind."""
+        if dtype not in _PLAIN:
+            raise ValueError(f"the model must be bfloat16 or float16, got {dtype}: call model.to(torch.bfloat16)")
+        own = _PLAIN[dtype].value
+        if self.kv_dtype in ("bf16", "fp16") and self.kv_dtype != own:
+            raise ValueError(f"kv_dtype must be {own}, fp8 or nvfp4 for a model in {dtype}, got {self.kv_dtype!r}")
 
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` tokens of every row. No byte moves: a snapshot of a cache is its length."""
