@@ -19,10 +19,10 @@ from .gather import WIDENED_EXPONENT, KeyValueReader
 from .plan import SEGMENT_BLOCKS, SegmentPlan, plan_segments
 
 _CHUNK_BLOCKS = 64
-"""Blocks of K, and as many of V, gathered at a time for up to four threads: 12 MB (bf16) to 18 MB (NVFP4) of buffers,
-which caches hold."""
+"""Blocks of K, and as many of V, gathered at a time for up to four threads: 10 MB (bf16) to 13 MB (NVFP4) of buffers,
+which caches hold. At least one segment."""
 _MAX_CHUNK_BLOCKS = 160
-"""The bound for many threads: 44 MB of buffers."""
+"""The bound for many threads: 34 MB of buffers."""
 _PLANNED_IDS = 1 << 17
 """Bound on the block ids planned at a time."""
 _STATE_ROWS = 1 << 13
