@@ -55,19 +55,20 @@ class Indexed:
 class _Buffers:
     """The parts of a reader's buffers that a chunk of one shape uses."""
 
+    items: tuple[Tensor, Tensor]
     raw: Tensor
-    items: Tensor
     lanes: Tensor
     sign: Tensor
-    wide: tuple[Tensor, Tensor]
+    wide: Tensor
     result: tuple[Tensor, Tensor]
 
 
 class KeyValueReader:
     """Gathers selected K and V of one problem as float32, in buffers allocated once.
 
-    K and V go through one after the other: each step then cuts the same segments among the threads, and a thread reads
-    what it wrote itself. Widening K and V by one operation took three times as long on two threads.
+    Widened data lies as ``(segments, K or V, rows, 128)``: every operation on it, and the attention after it, then cuts
+    the same segments among the threads, so that a thread reads what it wrote itself. With all K before all V, widening
+    took three times as long on two threads.
 
     Args:
         problem: the checked call.
@@ -90,12 +91,12 @@ class KeyValueReader:
             self._rows = [Indexed.of(t) for t in data]
             whole = self._flat_rows >= BLOCK_SIZE
             self._blocks = [Indexed.of(t, rows=BLOCK_SIZE) for t in data] if whole else []
-        self._allocate(max_blocks * BLOCK_SIZE, data[0].dtype, problem.k.device)
+        self._allocate(2 * max_blocks * BLOCK_SIZE, data[0].dtype, problem.k.device)
         self._shapes: dict[tuple[int, int, bool], _Buffers] = {}
 
     def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._raw = torch.empty(rows * self._width, dtype=dtype, device=device)
-        self._wide = torch.empty((2, rows * HEAD_DIM), dtype=torch.float32, device=device)
+        self._wide = torch.empty(rows * HEAD_DIM, dtype=torch.float32, device=device)
         self._lanes = self._sign = torch.empty(0, device=device)
         if self._format is KVFormat.FP8:
             self._lanes = torch.empty(self._raw.shape, dtype=torch.int16, device=device)
@@ -125,12 +126,11 @@ class KeyValueReader:
             if not inside:
                 return self._read_rows(begin, end, keys)
         buffers = self._part(end - begin, blocks * BLOCK_SIZE, in_blocks=True)
-        for part, source in enumerate(self._blocks):
-            index = self._index[part][begin:end, :blocks].reshape(-1)
-            torch.index_select(source.items, 0, index, out=buffers.items)
-            self._widen(buffers, part)
-            if self._scales is not None:
-                self._scales.apply(buffers.wide[part], part, place, head, whole_blocks=True)
+        for source, index, out in zip(self._blocks, self._index, buffers.items, strict=True):
+            torch.index_select(source.items, 0, index[begin:end, :blocks].reshape(-1), out=out)
+        self._widen(buffers)
+        if self._scales is not None:
+            self._scales.apply(buffers.wide, place, head, whole_blocks=True)
         k, v = buffers.result
         return (k, v) if blocks * BLOCK_SIZE == keys else (k[:, :, :keys], v[:, :, :keys])
 
@@ -139,11 +139,11 @@ class KeyValueReader:
         head = self._plan.head[begin:end]
         rows = _visible_rows(self._plan.place[begin:end], keys)
         buffers = self._part(end - begin, keys, in_blocks=False)
-        for part, source in enumerate(self._rows):
-            torch.index_select(source.items, 0, source.index(rows, head).view(-1), out=buffers.items)
-            self._widen(buffers, part)
-            if self._scales is not None:
-                self._scales.apply(buffers.wide[part], part, rows, head, whole_blocks=False)
+        for source, out in zip(self._rows, buffers.items, strict=True):
+            torch.index_select(source.items, 0, source.index(rows, head).view(-1), out=out)
+        self._widen(buffers)
+        if self._scales is not None:
+            self._scales.apply(buffers.wide, rows, head, whole_blocks=False)
         return buffers.result
 
     def _part(self, segments: int, rows: int, *, in_blocks: bool) -> _Buffers:
@@ -151,22 +151,25 @@ class KeyValueReader:
         key = (segments, rows, in_blocks)
         buffers = self._shapes.get(key)
         if buffers is None:
-            total = segments * rows
-            raw = self._raw[: total * self._width]
-            items = raw.view((-1, BLOCK_SIZE, self._width) if in_blocks else (-1, self._width))
-            k, v = self._wide[0, : total * HEAD_DIM], self._wide[1, : total * HEAD_DIM]
-            result = k.view(segments, 1, rows, HEAD_DIM), v.view(segments, 1, rows, HEAD_DIM)
-            buffers = _Buffers(raw, items, self._lanes[: raw.numel()], self._sign[: raw.numel()], (k, v), result)
+            raw = self._raw[: 2 * segments * rows * self._width].view(2, segments, -1)
+            item = (-1, BLOCK_SIZE, self._width) if in_blocks else (-1, self._width)
+            wide = self._wide[: 2 * segments * rows * HEAD_DIM].view(segments, 2, -1)
+            lanes, sign = (
+                t[: raw.numel()].view(segments, 2, -1) if t.numel() else t for t in (self._lanes, self._sign)
+            )
+            kv = wide.view(segments, 2, rows, HEAD_DIM)
+            items = raw[0].view(item), raw[1].view(item)
+            buffers = _Buffers(items, raw.transpose(0, 1), lanes, sign, wide, (kv[:, :1], kv[:, 1:]))
             self._shapes[key] = buffers
         return buffers
 
-    def _widen(self, buffers: _Buffers, part: int) -> None:
+    def _widen(self, buffers: _Buffers) -> None:
         if self._format is KVFormat.FP8:
-            widen_e4m3(buffers.raw, buffers.lanes, buffers.wide[part])
+            widen_e4m3(buffers.raw, buffers.lanes, buffers.wide)
         elif self._format is KVFormat.NVFP4:
-            widen_e2m1(buffers.raw, buffers.lanes, buffers.sign, buffers.wide[part])
+            widen_e2m1(buffers.raw, buffers.lanes, buffers.sign, buffers.wide)
         else:
-            buffers.wide[part].copy_(buffers.raw)
+            buffers.wide.copy_(buffers.raw)
 
 
 class _BlockScales:
@@ -189,28 +192,33 @@ class _BlockScales:
             # Four scales, one 32-bit word, is what lies together in the tiled layout.
             self._words = [t.flatten()[:used].view(torch.int32) for t in scales]
 
-    def apply(self, wide: Tensor, part: int, place: Tensor, head: Tensor, *, whole_blocks: bool) -> None:
-        """Multiply gathered rows of K (part 0) or V (1) by their block scales times 2**-8.
+    def apply(self, wide: Tensor, place: Tensor, head: Tensor, *, whole_blocks: bool) -> None:
+        """Multiply gathered rows, ``(segments, K or V, rows * 128)``, by their block scales times 2**-8.
 
         `place` counts pages, or rows of a flat cache: the first rows of whole blocks, or else single rows.
         """
-        codes = self._planar_codes(part, place, head) if self._planar else self._tiled(part, place, head, whole_blocks)
-        lanes = torch.empty(codes.shape, dtype=torch.int16, device=wide.device)
-        scale = torch.empty(codes.shape, dtype=torch.float32, device=wide.device)
-        widen_e4m3(codes, lanes, scale)
+        if self._planar:
+            codes = [self._planar_codes(part, place, head) for part in (0, 1)]
+        else:
+            codes = self._tiled(place, head, whole_blocks)
+        both = torch.stack([c.view(len(place), -1) for c in codes], dim=1)
+        lanes = torch.empty(both.shape, dtype=torch.int16, device=wide.device)
+        scale = torch.empty(both.shape, dtype=torch.float32, device=wide.device)
+        widen_e4m3(both, lanes, scale)
         wide.view(-1, SCALE_GROUP).mul_(scale.view(-1, 1))
 
-    def _tiled(self, part: int, place: Tensor, head: Tensor, whole_blocks: bool) -> Tensor:
+    def _tiled(self, place: Tensor, head: Tensor, whole_blocks: bool) -> list[Tensor]:
         if self._paged:
             # A (page, head) has a pair of tiles of its own: words [s // 4][row % 32][row // 32].
-            tile = (place * self._kv_heads + head).reshape(-1)
-            words = self._words[part].view(-1, 2, 32, 4).index_select(0, tile).permute(0, 3, 2, 1).contiguous()
-            return words.view(torch.uint8)
+            tile = (place * self._kv_heads + head).view(-1)
+            pairs = [w.view(-1, 2, 32, 4).index_select(0, tile) for w in self._words]
+            return [p.permute(0, 3, 2, 1).contiguous().view(torch.uint8) for p in pairs]
         if whole_blocks:
             place = (place[:, :, None] + torch.arange(BLOCK_SIZE, device=place.device)).flatten(1)
         row = (place * self._kv_heads + head).view(-1)
         word = (row >> 7) * 256 + (row & 31) * 4 + ((row & 127) >> 5)
-        return self._words[part].index_select(0, torch.stack((word, word + 128), dim=-1).view(-1)).view(torch.uint8)
+        pair = torch.stack((word, word + 128), dim=-1).view(-1)
+        return [w.index_select(0, pair).view(torch.uint8) for w in self._words]
 
     def _planar_codes(self, part: int, place: Tensor, head: Tensor) -> Tensor:
         source = self._planar[part]
