@@ -66,14 +66,15 @@ def plan_segments(problem: DecodeProblem, begin: int, end: int) -> SegmentPlan:
     This is a third of a small call's time, all of it the cost of starting operations, so it starts few.
     """
     ids = problem.q2k_indices[:, begin:end].transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format)
-    request = torch.arange(begin, end, device=ids.device)
-    if problem.seqlen_q > 1:
-        request = request.div_(problem.seqlen_q, rounding_mode="floor")
+    request = _requests(problem, begin, end, ids.device)
     first, limit = _visible_range(problem, request, begin, end)
     start = ids * BLOCK_SIZE
     used = (start >= 0) & (start < limit)
     if problem.page_table is not None:
-        place = problem.page_table[request[:, None, None], ids * used].long()
+        if isinstance(request, slice):
+            place = problem.page_table[request].gather(1, (ids * used).view(len(ids), -1)).view(ids.shape).long()
+        else:
+            place = problem.page_table[request[:, None, None], ids * used].long()
         least, largest = torch.aminmax(place)
         if int(least) < 0 or int(largest) >= problem.k.shape[0]:
             used &= (place >= 0) & (place < problem.k.shape[0])
@@ -89,13 +90,22 @@ def plan_segments(problem: DecodeProblem, begin: int, end: int) -> SegmentPlan:
     return _cut(keys, place)
 
 
-def _visible_range(problem: DecodeProblem, request: Tensor, begin: int, end: int) -> tuple[Tensor | None, Tensor]:
+def _requests(problem: DecodeProblem, begin: int, end: int, device: torch.device) -> Tensor | slice:
+    """The request of each token, as an index: a slice where every token has a request of its own."""
+    if problem.seqlen_q == 1:
+        return slice(begin, end)
+    return torch.arange(begin, end, device=device).div_(problem.seqlen_q, rounding_mode="floor")
+
+
+def _visible_range(
+    problem: DecodeProblem, request: Tensor | slice, begin: int, end: int
+) -> tuple[Tensor | None, Tensor]:
     """Per token, shaped (tokens, 1, 1): the row of key 0 (None if paged), and one past the last visible key."""
     first = None
     if problem.cu_seqlens_k is not None:
         bounds = problem.cu_seqlens_k.long()
-        first = bounds[request]
-        length = bounds[request + 1] - first
+        first = bounds[:-1][request]
+        length = bounds[1:][request] - first
         limit = torch.minimum(length, problem.k.shape[0] - first)
     else:
         assert problem.seqused_k is not None and problem.page_table is not None
@@ -103,7 +113,7 @@ def _visible_range(problem: DecodeProblem, request: Tensor, begin: int, end: int
         limit = length.clamp(max=problem.page_table.shape[1] * BLOCK_SIZE)
     right_aligned = problem.q_offset is None and problem.q_offset_int is None
     if problem.causal and not (right_aligned and problem.seqlen_q == 1):
-        token = torch.arange(begin, end, device=request.device).remainder_(problem.seqlen_q)
+        token = torch.arange(begin, end, device=limit.device).remainder_(problem.seqlen_q)
         if problem.q_offset is not None:
             position = problem.q_offset.long()[request] + token
         elif problem.q_offset_int is not None:
@@ -116,6 +126,8 @@ def _visible_range(problem: DecodeProblem, request: Tensor, begin: int, end: int
 
 def _ascending_once(ids: Tensor, used: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
     """Sort each list of blocks, unused ones last, repeats being unused."""
+    if bool(used.all()) and bool((ids[..., 1:] > ids[..., :-1]).all()):
+        return ids, place  # what a selection over a long context gives
     unused = torch.arange(_NO_BLOCK, _NO_BLOCK + ids.shape[-1], device=ids.device)
     ids, order = torch.where(used, ids, unused).sort(-1)
     repeat = ids[..., 1:] == ids[..., :-1]
