@@ -19,7 +19,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import (
 from ..integrations.transformers.cache import SPARSE_LAYER
 
 PREFILL_CHUNK = 512
-LAYERS = ("full_attention", "full_attention", SPARSE_LAYER, SPARSE_LAYER, SPARSE_LAYER, SPARSE_LAYER)
+LAYERS = ("full_attention", SPARSE_LAYER, SPARSE_LAYER, SPARSE_LAYER, SPARSE_LAYER)
 
 # Scales of the random weights, chosen so that attention matters: with transformers' default initialisation every query
 # would average thousands of values to almost nothing, and a wrong attention would hardly show in the logits.
@@ -48,7 +48,7 @@ def demo_config(vocab_size: int = 256) -> MiniMaxM3VLTextConfig:
         index_topk_blocks=16,
         index_local_blocks=1,
         layer_types=list(LAYERS),
-        mlp_layer_types=["dense", "dense", "sparse", "sparse", "sparse", "sparse"],
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse", "sparse"],
         rope_parameters={"rope_type": "default", "rope_theta": 5_000_000.0, "partial_rotary_factor": 0.5},
         bos_token_id=None,
         eos_token_id=None,
