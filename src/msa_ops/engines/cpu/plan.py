@@ -63,7 +63,7 @@ class SegmentPlan:
 def plan_segments(problem: DecodeProblem, begin: int, end: int) -> SegmentPlan:
     """Plan tokens `begin` to `end`. All arithmetic on positions and rows is int64.
 
-    This is a third of a small call's time, all of it the cost of starting operations, so it starts few.
+    Its time is the cost of starting operations, not of their work, so it starts few.
     """
     ids = problem.q2k_indices[:, begin:end].transpose(0, 1).to(torch.int64, memory_format=torch.contiguous_format)
     request = _requests(problem, begin, end, ids.device)
