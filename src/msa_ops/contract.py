@@ -8,7 +8,6 @@ what is out of range; with ``MSA_OPS_CHECK=1`` `check_values` reads and reports 
 from __future__ import annotations
 
 import enum
-import math
 import os
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -182,6 +181,7 @@ def check(call: DecodeCall) -> DecodeProblem:
     _check_autograd(call)
     softmax_scale = HEAD_DIM**-0.5 if call.softmax_scale is None else _number("softmax_scale", call.softmax_scale)
     k_factor, k_global = _global_scale("k_global_scale", call.k_global_scale, call.q)
+    _require_float32("softmax_scale * k_global_scale", softmax_scale * k_factor)
     output_scale, v_global = _global_scale("v_global_scale", call.v_global_scale, call.q)
     q_offset_int, q_offset = _query_offset(call)
     problem = DecodeProblem(
@@ -207,6 +207,8 @@ def check(call: DecodeCall) -> DecodeProblem:
         call.partial_dtype,
     )
     if not torch.compiler.is_compiling() and os.environ.get("MSA_OPS_CHECK") == "1":
+        from .checking import check_values
+
         check_values(problem)
     return problem
 
@@ -259,14 +261,19 @@ def _check_dense_rows(name: str, t: Tensor) -> None:
                 f"{name} must have rows aligned to {ROW_ALIGNMENT} bytes, got a stride of {t.stride(dim) * size} bytes "
                 f"in dim {dim}: pad the row pitch or pass {name}.contiguous()"
             )
-    offset = t.storage_offset() * size
-    if not torch.compiler.is_compiling() and type(t) in _PLAIN_TENSORS:
-        offset = t.data_ptr()
-    if offset % ROW_ALIGNMENT:
+    past = _bytes_past_boundary(t, ROW_ALIGNMENT)
+    if past:
         raise ValueError(
-            f"{name} must start on a {ROW_ALIGNMENT}-byte boundary, got one {offset % ROW_ALIGNMENT} bytes past it: "
-            f"pass {name}.clone()"
+            f"{name} must start on a {ROW_ALIGNMENT}-byte boundary, got one {past} bytes past it: pass {name}.clone()"
         )
+
+
+def _bytes_past_boundary(t: Tensor, alignment: int) -> int:
+    """How far `t` starts past a multiple of `alignment` bytes. 0 while torch.compile traces, where no address exists."""
+    if torch.compiler.is_compiling():
+        return 0
+    start = t.data_ptr() if type(t) in _PLAIN_TENSORS else t.storage_offset() * t.element_size()
+    return int(start % alignment)
 
 
 def _check_query(q: Tensor) -> None:
@@ -370,27 +377,29 @@ def _is_paged(call: DecodeCall) -> bool:
     return False
 
 
-def _check_int32(name: str, t: Tensor, shape: tuple[int | None, ...], meaning: str) -> None:
+def _check_int32(name: str, t: Tensor, dims: str, shape: tuple[int | None, ...]) -> None:
+    """`dims` names the dimensions. The message is made when needed: formatting a size makes torch.compile fix it."""
     if t.dtype != torch.int32:
         raise ValueError(f"{name} must be int32, got {_name(t.dtype)}: pass {name}.to(torch.int32)")
     if t.dim() != len(shape) or any(w is not None and g != w for g, w in zip(t.shape, shape, strict=True)):
-        raise ValueError(f"{name} must have shape {meaning}, got {_shape(t)}")
+        want = str(tuple("any" if w is None else w for w in shape)).replace("'", "")
+        raise ValueError(f"{name} must have shape {dims} = {want}, got {_shape(t)}")
 
 
 def _check_lengths(call: DecodeCall) -> None:
     batch = call.q.shape[0] // call.seqlen_q
     if call.page_table is None:
         assert call.cu_seqlens_k is not None
-        _check_int32("cu_seqlens_k", call.cu_seqlens_k, (batch + 1,), f"(batch + 1,) = ({batch + 1},)")
+        _check_int32("cu_seqlens_k", call.cu_seqlens_k, "(batch + 1,)", (batch + 1,))
         return
     assert call.seqused_k is not None
-    _check_int32("page_table", call.page_table, (batch, None), f"(batch, max_pages) with batch = {batch}")
+    _check_int32("page_table", call.page_table, "(batch, max_pages)", (batch, None))
     if call.page_table.shape[1] > 1 and call.page_table.stride(1) != 1:
         raise ValueError(
             f"page_table must have dense rows (stride 1 in its last dim), got strides {call.page_table.stride()}: "
             "pass page_table.contiguous()"
         )
-    _check_int32("seqused_k", call.seqused_k, (batch,), f"(batch,) = ({batch},)")
+    _check_int32("seqused_k", call.seqused_k, "(batch,)", (batch,))
 
 
 def _check_scales(call: DecodeCall) -> None:
@@ -406,7 +415,9 @@ def _check_scales(call: DecodeCall) -> None:
     for name in names:
         scale = getattr(call, name)
         if scale is None:
-            raise ValueError(f"{name} must be given with NVFP4 (uint8) K and V: e4m3 block scales, one per {SCALE_GROUP}")
+            raise ValueError(
+                f"{name} must be given with NVFP4 (uint8) K and V: e4m3 block scales, one per {SCALE_GROUP}"
+            )
         if scale.dtype not in (torch.uint8, FP8):
             raise ValueError(f"{name} must be uint8 or float8_e4m3fn, got {_name(scale.dtype)}")
         if scale.dim() in (1, 2):
@@ -414,7 +425,9 @@ def _check_scales(call: DecodeCall) -> None:
         elif scale.dim() == 4:
             _check_planar_scale(name, scale, call)
         else:
-            raise ValueError(f"{name} must have rank 1 or 2 (128x4 tiled) or 4 (planar page), got shape {_shape(scale)}")
+            raise ValueError(
+                f"{name} must have rank 1 or 2 (128x4 tiled) or 4 (planar page), got shape {_shape(scale)}"
+            )
     assert call.k_scale is not None and call.v_scale is not None
     if (call.k_scale.dim() == 4) != (call.v_scale.dim() == 4):
         raise ValueError(
@@ -454,11 +467,9 @@ def _check_planar_scale(name: str, scale: Tensor, call: DecodeCall) -> None:
 
 
 def _check_start(name: str, t: Tensor, alignment: int) -> None:
-    offset = t.storage_offset() * t.element_size()
-    if not torch.compiler.is_compiling() and type(t) in _PLAIN_TENSORS:
-        offset = t.data_ptr()
-    if offset % alignment:
-        raise ValueError(f"{name} must start on a {alignment}-byte boundary, got one {offset % alignment} bytes past it")
+    past = _bytes_past_boundary(t, alignment)
+    if past:
+        raise ValueError(f"{name} must start on a {alignment}-byte boundary, got one {past} bytes past it")
 
 
 def _check_selection(call: DecodeCall) -> None:
@@ -485,12 +496,15 @@ def _check_outputs(call: DecodeCall) -> None:
     if call.out is not None:
         _check_output("out", call.out, tuple(call.q.shape), _OUT_DTYPE[call.q.dtype])
         _check_start("out", call.out, ROW_ALIGNMENT)
-        if not torch.compiler.is_compiling() and type(call.q) in _PLAIN_TENSORS and _overlap(call.out, call.q):
+        if _overlap(call.out, call.q):
             raise ValueError("out must not share memory with q: query rows are still read while the output is written")
     if call.lse_out is not None:
         if not call.return_softmax_lse:
             raise ValueError("lse_out was given without return_softmax_lse=True: pass both or neither")
         _check_output("lse_out", call.lse_out, tuple(call.q.shape[:2]), torch.float32)
+        for name, t in (("q", call.q), ("out", call.out)):
+            if t is not None and _overlap(call.lse_out, t):
+                raise ValueError(f"lse_out must not share memory with {name}: both are in use while the call runs")
 
 
 def _check_output(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -503,6 +517,9 @@ def _check_output(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dty
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
+    """Whether the memory between the first and last elements of the two meets. False where no address exists yet."""
+    if torch.compiler.is_compiling() or type(a) not in _PLAIN_TENSORS or type(b) not in _PLAIN_TENSORS:
+        return False
     if a.numel() == 0 or b.numel() == 0:
         return False
     a0, b0 = a.data_ptr(), b.data_ptr()
@@ -526,9 +543,17 @@ def _check_autograd(call: DecodeCall) -> None:
 def _number(name: str, value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float, got {type(value).__name__}")
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be finite, got {value}")
+    _require_float32(name, value)
     return float(value)
+
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def _require_float32(name: str, value: float) -> None:
+    """Engines compute in float32. (torch.compile does not trace math.isfinite of a symbolic float.)"""
+    if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
+        raise ValueError(f"{name} must be finite in float32, got {value}")
 
 
 def _global_scale(name: str, value: float | Tensor | None, q: Tensor) -> tuple[float, Tensor | None]:
@@ -555,7 +580,7 @@ def _query_offset(call: DecodeCall) -> tuple[int | None, Tensor | None]:
         return None, None
     if isinstance(offset, Tensor):
         batch = call.q.shape[0] // call.seqlen_q
-        _check_int32("q_offset", offset, (batch,), f"(batch,) = ({batch},)")
+        _check_int32("q_offset", offset, "(batch,)", (batch,))
         if offset.device != call.q.device:
             raise ValueError(f"q_offset must be on q's device {call.q.device}, got {offset.device}")
         return None, offset
@@ -564,51 +589,3 @@ def _query_offset(call: DecodeCall) -> tuple[int | None, Tensor | None]:
     if not -_INT32_MAX - 1 <= offset <= _INT32_MAX:
         raise ValueError(f"q_offset must fit int32, got {offset}")
     return offset, None
-
-
-# --- values on the device: only with MSA_OPS_CHECK=1 -------------------------------------------------------------------
-
-
-def check_values(problem: DecodeProblem) -> None:
-    """Read lengths, tables and scales (one synchronisation) and raise `ValueError` for what engines would skip or misread.
-
-    Ids of unselected or out-of-range blocks are normal and are not reported.
-    """
-    if problem.q.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise ValueError("MSA_OPS_CHECK=1 reads device values, which a CUDA graph capture forbids: unset it to capture")
-    for name in ("k_global_scale", "v_global_scale"):
-        t = getattr(problem, name)
-        if t is not None and not math.isfinite(float(t)):
-            raise ValueError(f"{name} must be finite, got {float(t)}")
-    if problem.page_table is None:
-        assert problem.cu_seqlens_k is not None
-        starts = problem.cu_seqlens_k.cpu().long()
-        if (starts[1:] < starts[:-1]).any() or int(starts[0]) < 0 or int(starts[-1]) > problem.k.shape[0]:
-            raise ValueError(
-                f"cu_seqlens_k must ascend from >= 0 to at most total_k = {problem.k.shape[0]}, got {starts.tolist()[:8]}..."
-            )
-        return
-    assert problem.seqused_k is not None
-    table, lens = problem.page_table.cpu(), problem.seqused_k.cpu().long()
-    room = table.shape[1] * BLOCK_SIZE
-    if bool((lens > room).any()):
-        b = int((lens > room).nonzero()[0])
-        raise ValueError(f"seqused_k[{b}] = {int(lens[b])} needs more than page_table's {table.shape[1]} pages ({room} keys)")
-    _check_selected_pages(problem, table, lens)
-
-
-def _check_selected_pages(problem: DecodeProblem, table: Tensor, lens: Tensor) -> None:
-    ids = problem.q2k_indices.cpu().long()
-    request = torch.arange(problem.tokens) // problem.seqlen_q
-    blocks = (lens[request] + BLOCK_SIZE - 1).clamp(min=0) // BLOCK_SIZE
-    used = (ids >= 0) & (ids < blocks[None, :, None])
-    if not bool(used.any()):
-        return
-    page = table.long()[request[None, :, None].expand_as(ids)[used], ids[used]]
-    bad = (page < 0) | (page >= problem.k.shape[0])
-    if bool(bad.any()):
-        _, t, _ = used.nonzero()[int(bad.nonzero()[0])].tolist()
-        raise ValueError(
-            f"page_table[{int(request[t])}] names page {int(page[bad][0])} for a selected block, and the cache has "
-            f"{problem.k.shape[0]} pages"
-        )

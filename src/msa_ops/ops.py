@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .contract import DecodeProblem
 
-_LIBRARY = torch.library.Library("msa_ops", "DEF")
+_LIBRARY: Any = torch.library.Library("msa_ops", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
     "sparse_decode_attention("
     "Tensor q, Tensor k, Tensor v, Tensor q2k_indices, Tensor? page_table, Tensor? seqused_k, Tensor? cu_seqlens_k, "

@@ -15,7 +15,9 @@ from torch import Tensor
 _E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]).double()
 
 
-def _scale_byte(scale: Tensor, page: int, head: int, token: int, s: int, kv_heads: int, paged: bool, is_v: bool) -> Tensor:
+def _scale_byte(
+    scale: Tensor, page: int, head: int, token: int, s: int, kv_heads: int, paged: bool, is_v: bool
+) -> Tensor:
     """The e4m3 byte of group `s` of one row, from the definitions of the two scale layouts."""
     if scale.dim() == 4:
         inner = scale.view(torch.uint8)[page, head].flatten()
@@ -47,7 +49,7 @@ def decode_reference(
     args = {n: a.cpu() if isinstance(a, Tensor) else a for n, a in kwargs.items()}
     k_scale, v_scale = args.get("k_scale"), args.get("v_scale")
     q, k, v, q2k_indices = q.cpu(), k.cpu(), v.cpu(), q2k_indices.cpu()
-    seqlen_q, causal = args.get("seqlen_q", 1), args.get("causal", True)
+    seqlen_q, causal = int(args.get("seqlen_q", 1)), args.get("causal", True)
     scale = args.get("softmax_scale")
     scale = 1 / math.sqrt(128) if scale is None else scale
     k_global, v_global = (1.0 if args.get(n) is None else float(args[n]) for n in ("k_global_scale", "v_global_scale"))
@@ -82,7 +84,9 @@ def decode_reference(
             scores = q[t, heads].double() @ torch.stack(keys).T * (scale * k_global)
             lse[t, heads] = torch.logsumexp(scores, -1)
             out[t, heads] = torch.softmax(scores, -1) @ torch.stack(values) * v_global
-    return (_round_once(out, torch.float16 if q.dtype == torch.float16 else torch.bfloat16) if round_output else out), lse
+    return (
+        _round_once(out, torch.float16 if q.dtype == torch.float16 else torch.bfloat16) if round_output else out
+    ), lse
 
 
 def _round_once(x: Tensor, dtype: torch.dtype) -> Tensor:

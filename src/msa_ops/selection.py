@@ -27,7 +27,7 @@ _INT32_MAX = 2**31 - 1
 _INDEX_DTYPES = (torch.bfloat16, torch.float16, FP8)
 
 
-def msa_topk_select(  # noqa: PLR0917 - the signature is fixed
+def msa_topk_select(
     max_score: Tensor,
     topk: int,
     num_valid_pages: int | Tensor | None = None,

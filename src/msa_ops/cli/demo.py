@@ -40,7 +40,7 @@ class DemoOptions:
 
 
 @app.command()
-def demo(  # noqa: PLR0917
+def demo(
     context: Annotated[
         list[str] | None,
         typer.Option(help=f"Context lengths in tokens: repeat it or give a list. [{DEFAULT_CONTEXTS}]"),

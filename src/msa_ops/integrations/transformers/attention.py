@@ -35,7 +35,7 @@ _LEFT_PADDED = (
 )
 
 
-def msa_ops_attention(  # noqa: PLR0917 (transformers' signature)
+def msa_ops_attention(
     module: Any,
     query: Tensor,
     key: Tensor,

@@ -1,0 +1,217 @@
+// Names for the instructions that CUDA C++ has no word for. Header-free: NVRTC compiles the concatenation of these files.
+//
+// Compile-time choices, set by compile.py with -D:
+//   KV_FORMAT     KV_BF16, KV_FP16, KV_FP8 or KV_NVFP4
+//   SCALE_PLANAR  NVFP4 only: 1 for the planar page's scale regions, 0 for the 128x4 tiled layout
+//   GROUPS        groups of computing warps in a block; they take the tiles of an item in turn
+//   WARPS         warps of a group; each owns 128 / WARPS output dims, and TILE / WARPS keys of the scores
+//   TILE          keys of a tile (128 or 64)
+//   STAGES        tiles in the copy ring
+//   MIN_BLOCKS    blocks per multiprocessor that the registers must allow
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define KV_BF16 0
+#define KV_FP16 1
+#define KV_FP8 2
+#define KV_NVFP4 3
+
+#if __CUDA_ARCH__ >= 900
+#define HAS_CLUSTER 1 // thread-block clusters, distributed shared memory, dependent launch, tensor copies (TMA)
+#endif
+#if __CUDA_ARCH__ >= 890
+#define HAS_E4M3_CVT 1 // cvt.rn.f16x2.e4m3x2
+#endif
+
+#define DEVICE static __device__ __forceinline__
+#define DEVICE_MEMBER __device__ __forceinline__
+#define NEG_INF (-__int_as_float(0x7f800000))
+
+constexpr int HEAD_DIM = 128;
+constexpr int BLOCK_KEYS = 128; // keys of a selectable block, and tokens of a page
+constexpr int ROWS = 16;        // query heads of a row tile: the M of mma.m16n8k16
+constexpr int GROUP_THREADS = WARPS * 32;
+constexpr int WORKERS = GROUPS * GROUP_THREADS; // threads that compute
+constexpr int THREADS = WORKERS + 32;           // one more warp copies
+constexpr int LIST = 32;                     // selected blocks looked at in one go: one per lane of a warp
+constexpr bool PRODUCT_BF16 = KV_FORMAT == KV_BF16; // operand type of the products: bf16 for bf16 KV, else fp16
+
+DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
+
+DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+
+// Has a pointer computed by here, not where it is first used.
+template <typename T> DEVICE void keep(T *&x) { asm volatile("" : "+l"(x)); }
+
+// The previous kernel on the stream has finished and its writes are visible; no global read may come before this.
+DEVICE void wait_for_previous_kernel() {
+#ifdef HAS_CLUSTER
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+DEVICE void let_next_kernel_start() {
+#ifdef HAS_CLUSTER
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// --- barriers ---------------------------------------------------------------------------------------------------------
+// All threads of one group; all computing threads of the block. The copying warp takes part in neither.
+DEVICE void group_sync(int group) { asm volatile("barrier.cta.sync %0, %1;" ::"r"(group + 1), "n"(GROUP_THREADS) : "memory"); }
+DEVICE bool group_sync_or(int group, bool x) {
+  u32 any;
+  asm volatile("{.reg .pred p, q; setp.ne.u32 p, %1, 0; barrier.cta.red.or.pred q, %3, %2, p; selp.u32 %0, 1, 0, q;}"
+               : "=r"(any)
+               : "r"((u32)x), "n"(GROUP_THREADS), "r"(group + 1)
+               : "memory");
+  return any;
+}
+DEVICE void workers_sync() { asm volatile("barrier.cta.sync 15, %0;" ::"n"(WORKERS) : "memory"); }
+
+// Phase barriers in shared memory. A waiter names the parity of the phase it waits for, starting at 0.
+typedef u64 Barrier;
+DEVICE void barrier_init(Barrier *b, u32 arrivals) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
+}
+DEVICE void barrier_arrive(Barrier *b) {
+  asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(b)) : "memory");
+}
+// Arrives when this thread's copies so far are complete.
+DEVICE void barrier_arrive_after_copies(Barrier *b) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
+}
+DEVICE void barrier_wait(Barrier *b, u32 parity) {
+  u32 done;
+  do {
+#ifdef HAS_CLUSTER
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(b)), "r"(parity)
+                 : "memory");
+#else
+    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(b)), "r"(parity)
+                 : "memory");
+#endif
+  } while (!done);
+}
+#ifdef HAS_CLUSTER
+// Arrives, and makes the phase wait for `bytes` more to be written by tensor copies or by peers' sends.
+DEVICE void barrier_expect(Barrier *b, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
+}
+DEVICE void barrier_wait_for_peers(Barrier *b, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+                 : "=r"(done)
+                 : "r"(shared_address(b)), "r"(parity)
+                 : "memory");
+  } while (!done);
+}
+#endif
+// Makes initialised barriers visible to the copy engines and to the cluster.
+DEVICE void publish_barriers() {
+#ifdef HAS_CLUSTER
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+}
+
+// A place in a ring of `SLOTS`, with the parity of its present round.
+template <int SLOTS> struct RingPosition {
+  int slot = 0;
+  u32 parity = 0;
+  DEVICE_MEMBER void advance(int by) {
+    slot += by;
+    if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
+  }
+};
+
+// --- clusters ---------------------------------------------------------------------------------------------------------
+#ifdef HAS_CLUSTER
+DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+DEVICE u32 address_in_rank(u32 address, u32 rank) {
+  u32 remote;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
+  return remote;
+}
+// Stores into a peer's shared memory; `barrier`, in the peer too, counts the bytes as they arrive. So a receiver waits for its
+// data alone: no fence on the sender's side, no second barrier of the whole cluster.
+DEVICE void send(u32 address, u32 barrier, float2 x) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "r"(barrier)
+               : "memory");
+}
+DEVICE void send(u32 address, u32 barrier, float4 x) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
+               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+               : "memory");
+}
+#endif
+
+// --- arithmetic -------------------------------------------------------------------------------------------------------
+DEVICE float exp2_approx(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+DEVICE float log2_approx(float x) {
+  float y;
+  asm("lg2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// `lo` in the lower half.
+DEVICE u32 pack_fp16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+DEVICE u32 pack_bf16(float lo, float hi) {
+  u32 r;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
+  return r;
+}
+DEVICE u32 pack_product(float lo, float hi) { return PRODUCT_BF16 ? pack_bf16(lo, hi) : pack_fp16(lo, hi); }
+
+DEVICE float2 unpack_fp16(u32 x) {
+  float2 r;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+  return r;
+}
+DEVICE float2 unpack_bf16(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
+
+// 2^e as a float, for -126 <= e <= 127.
+DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+
+// --- matrix fragments -------------------------------------------------------------------------------------------------
+DEVICE void load_matrices(u32 address, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+DEVICE void load_matrices_transposed(u32 address, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// c += a (16 x 16, row) * b (16 x 8, column), fp32 accumulation.
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (PRODUCT_BF16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

@@ -1,0 +1,96 @@
+// The query rows of an item, from any q dtype to the operand type of the products, in shared memory for ldmatrix.
+
+constexpr int QUERY_PITCH = HEAD_DIM * 2;
+constexpr int QUERY_BYTES = ROWS * QUERY_PITCH;
+
+// From stored rows to operands, 8 dims of one row at a time: loaded by one call, converted and stored by the next.
+struct QueryRows {
+  static constexpr int PARTS = ROWS * 16 / GROUP_THREADS;
+  uint4 raw[PARTS];
+
+  DEVICE_MEMBER void load(const Params &p, const Item &item, int thread) {
+    const u8 *q = p.q + item.token * p.q_token + ((i64)item.head * p.group + item.row0) * p.q_head;
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      const int row = (thread + i * GROUP_THREADS) >> 4, c = thread & 15;
+      raw[i] = make_uint4(0, 0, 0, 0);
+      if (row >= item.rows) continue;
+      if (p.query_type == QUERY_FP8) {
+        const uint2 x = *(const uint2 *)(q + row * p.q_head + c * 8);
+        raw[i].x = x.x, raw[i].y = x.y;
+      } else {
+        raw[i] = *(const uint4 *)(q + row * p.q_head + c * 16);
+      }
+    }
+  }
+
+  // `scale` is what a widened score is multiplied with, in units of log2. Its sign goes into the operand; `row_scale` gets the
+  // rest times what each row's own power of two took away, and is above 0: a scale of 0 becomes a query of 0.
+  DEVICE_MEMBER void store(const Params &p, u8 *operand, float *row_scale, float scale, int thread) const {
+#pragma unroll
+    for (int i = 0; i < PARTS; i++) {
+      const int row = (thread + i * GROUP_THREADS) >> 4, c = thread & 15;
+      u32 w[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
+      float undo = 1.f;
+      if (p.query_type == QUERY_FP8) {
+        widen_fp8(raw[i].x, w[0], w[1]);
+        widen_fp8(raw[i].y, w[2], w[3]);
+        undo = FP8_FACTOR;
+        if constexpr (PRODUCT_BF16) {
+#pragma unroll
+          for (int j = 0; j < 4; j++) {
+            const float2 x = unpack_fp16(w[j]);
+            w[j] = pack_bf16(x.x, x.y);
+          }
+        }
+      } else if (!PRODUCT_BF16 && p.query_type == QUERY_BF16) {
+        undo = narrow_row(w);
+      }
+#pragma unroll
+      for (int j = 0; j < 4; j++) w[j] = scale == 0.f ? 0u : scale < 0.f ? w[j] ^ 0x80008000u : w[j];
+      if (c == 0) row_scale[row] = scale == 0.f ? 1.f : fmaxf(fabsf(scale) * undo, 1e-44f);
+      put(operand, row, c, w);
+    }
+  }
+
+  // bf16 spans far more than fp16: a power of two per row brings its largest element to [2^14, 2^15), and every element
+  // down to 2^-24 of that keeps its bits. Returns the inverse power. Sixteen neighbouring lanes hold one row.
+  static DEVICE_MEMBER float narrow_row(u32 (&w)[4]) {
+    u32 largest = 0;
+#pragma unroll
+    for (int j = 0; j < 4; j++) largest = max(largest, max(w[j] & 0x7fffu, (w[j] >> 16) & 0x7fffu));
+#pragma unroll
+    for (int d = 8; d >= 1; d >>= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
+    const int shift = max(-126, min(126, 14 + 127 - (int)(largest >> 7)));
+    const float factor = power_of_two(shift);
+#pragma unroll
+    for (int j = 0; j < 4; j++) {
+      const float2 x = unpack_bf16(w[j]);
+      w[j] = pack_fp16(x.x * factor, x.y * factor);
+    }
+    return power_of_two(-shift);
+  }
+
+  // Pairs of dims 8c .. 8c+7 of one row. The order of dims inside a 16-dim step of the product is free as long as q and K
+  // agree; it is chosen so that one 32-bit word of stored K widens to a lane's two operand registers.
+  static DEVICE_MEMBER void put(u8 *operand, int row, int c, const u32 (&w)[4]) {
+    u8 *line = operand + row * QUERY_PITCH;
+    if constexpr (KV_FORMAT == KV_FP8) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const int pair = (c & 1) * 4 + j, chunk = (c & ~1) + (pair & 1);
+        *(u32 *)(line + ((chunk ^ (row & 7)) << 4) + (pair >> 1) * 4) = w[j];
+      }
+    } else {
+      *(uint4 *)(line + ((c ^ (row & 7)) << 4)) = make_uint4(w[0], w[1], w[2], w[3]);
+    }
+  }
+};
+
+// The A operands of all products of an item: 16 rows x 128 dims, 8 steps.
+DEVICE void load_query_fragments(u32 shared, int lane, u32 (&a)[8][4]) {
+  const int row = lane & 15;
+#pragma unroll
+  for (int step = 0; step < 8; step++)
+    load_matrices(shared + row * QUERY_PITCH + (((2 * step + (lane >> 4)) ^ (row & 7)) << 4), a[step]);
+}

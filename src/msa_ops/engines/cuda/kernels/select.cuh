@@ -1,0 +1,129 @@
+// From the ids an indexer picked to tiles to read: bounds, duplicates, page table, causal limit.
+
+// The part of the problem that is worked on at once: 16 query heads (or fewer) of one token and one KV head.
+struct Item {
+  int token, head, request, row0, rows;
+
+  DEVICE_MEMBER Item(const Params &p, u32 index) {
+    const u32 rest = p.row_tiles.quotient(index);
+    row0 = (index - rest * p.row_tiles.value) * ROWS;
+    token = p.kv_heads.quotient(rest);
+    head = rest - token * p.kv_heads.value;
+    request = p.seqlen_q.quotient(token);
+    rows = min(ROWS, p.group - row0);
+  }
+};
+
+// Entries of a page table row that are fetched before it is known which are needed: one dependent read less.
+constexpr int NEAR_ENTRIES = 8; // per lane
+
+// What the copying warp knows of an item: everything that decides which tiles are read.
+struct Selection {
+  const int *lengths, *ids, *table, *offset; // this item's
+  int query;              // place of the token among its request's
+  int id;                 // this lane's id of the first LIST
+  int near[NEAR_ENTRIES]; // entries i * 32 + lane of the table row
+  bool near_table;
+  int length, limit; // keys of the request; keys that the token may see
+  int start;         // flat cache: row of position 0
+  int largest;       // largest valid id so far
+
+  // Addresses only: this may run while the previous kernel still writes.
+  DEVICE_MEMBER Selection(const Params &p, const Item &item) {
+    lengths = p.lengths + item.request * p.lengths_step;
+    ids = p.ids + item.head * p.ids_head + item.token * p.ids_token;
+    table = p.table ? p.table + item.request * p.table_row : nullptr;
+    offset = p.q_offset ? p.q_offset + item.request * p.q_offset_step : nullptr;
+    query = p.seqlen_q.remainder(item.token);
+    near_table = table && p.table_width <= NEAR_ENTRIES * 32;
+    largest = -1;
+  }
+
+  // Everything whose address is known is asked for at once.
+  DEVICE_MEMBER void load(const Params &p, int lane) {
+    const int first = lengths[0], next = table ? 0 : lengths[p.lengths_step];
+    const int given = offset ? *offset : p.q_offset_int;
+    id = lane < p.topk ? ids[lane] : -1;
+    if (near_table)
+#pragma unroll
+      for (int i = 0; i < NEAR_ENTRIES; i++) near[i] = i * 32 + lane < p.table_width ? table[i * 32 + lane] : -1;
+    start = table ? 0 : first;
+    length = table ? first : (int)max(-1LL, min((i64)next - first, 0x7fffffffLL));
+    i64 end = length;
+    if (p.causal) {
+      const i64 base = offset || p.has_q_offset_int ? (i64)given : (i64)length - (i64)p.seqlen_q.value;
+      end = min(end, base + query + 1);
+    }
+    limit = (int)max(end, 0LL);
+  }
+
+  DEVICE_MEMBER int page(int block, bool valid) const {
+    if (!near_table) return valid ? table[block] : -1;
+    int page = -1;
+#pragma unroll
+    for (int i = 0; i < NEAR_ENTRIES; i++) {
+      const int entry = __shfl_sync(~0u, near[i], block & 31);
+      if (block >> 5 == i) page = entry;
+    }
+    return page;
+  }
+
+  // True where an equal id stands at an earlier place of the row. `valid` lanes hold entries base + lane; `more` follow.
+  DEVICE_MEMBER bool is_repeated(int base, bool valid, bool more, int lane) {
+    const u32 others = __ballot_sync(~0u, valid);
+    const int before = __shfl_up_sync(~0u, id, 1);
+    const bool ascending = !valid || (id > largest && (lane == 0 || (((others >> (lane - 1)) & 1) && before < id)));
+    bool repeated = false;
+    if (!__all_sync(~0u, ascending)) {
+      const u32 same = __match_any_sync(~0u, valid ? id : -1 - lane);
+      repeated = (same & ((1u << lane) - 1)) != 0;
+      for (int from = 0; from < base; from += LIST) {
+        const int earlier = ids[from + lane];
+        for (int i = 0; i < LIST; i++) repeated |= __shfl_sync(~0u, earlier, i) == id;
+      }
+    }
+    if (more) largest = max(largest, __reduce_max_sync(~0u, valid ? id : -1));
+    return repeated;
+  }
+
+  // Turns ids [base, base + LIST) into a list of blocks, one a lane: lane n gets the n-th block worth reading. Returns their
+  // number; `block` is the page or flat row, [lo, hi) the keys of it that may be attended.
+  DEVICE_MEMBER int blocks(const Params &p, int base, int lane, int &block, int &lo, int &hi) {
+    if (base > 0) id = base + lane < p.topk ? ids[base + lane] : -1;
+    const int count = length > 0 ? (length - 1) / BLOCK_KEYS + 1 : 0;
+    bool valid = id >= 0 && id < (table ? min(count, p.table_width) : count);
+    if (is_repeated(base, valid, base + LIST < p.topk, lane)) valid = false;
+    valid = valid && id * BLOCK_KEYS < limit;
+    int from, begin = 0, end = valid ? min(BLOCK_KEYS, limit - id * BLOCK_KEYS) : 0;
+    if (table) {
+      from = page(id, valid);
+      valid = valid && from >= 0 && from < p.cache_rows;
+    } else {
+      const i64 row = start + (i64)id * BLOCK_KEYS;
+      begin = (int)min(max(0LL, -row), (i64)BLOCK_KEYS);
+      end = (int)max(min((i64)end, p.cache_rows - row), 0LL);
+      valid = valid && begin < end;
+      from = (int)row;
+    }
+    const u32 kept = __ballot_sync(~0u, valid);
+    block = from, lo = begin, hi = end;
+    if (kept & (kept + 1)) { // holes: close them
+      const int source = nth_set_bit(kept, lane);
+      block = __shfl_sync(~0u, from, source);
+      lo = __shfl_sync(~0u, begin, source);
+      hi = __shfl_sync(~0u, end, source);
+    }
+    return __popc(kept);
+  }
+
+  // Position of the n-th set bit (0 for the first), or 0 where there are not as many.
+  static DEVICE_MEMBER int nth_set_bit(u32 bits, int n) {
+    int at = 0;
+#pragma unroll
+    for (int width = 16; width >= 1; width >>= 1) {
+      const int below = __popc(bits & ((1u << width) - 1));
+      if (n >= below) n -= below, bits >>= width, at += width;
+    }
+    return at & 31;
+  }
+};

@@ -1,0 +1,75 @@
+// The online softmax of a block: every thread holds the running maximum of its two rows (the same in all warps) and its
+// own part of their sums. Base-2 exponents throughout.
+struct Softmax {
+  float scale[2];   // raw score to log2 units, per row; above 0 (query.cuh puts the sign into q)
+  float maximum[2]; // in log2 units; -inf until a key was seen
+  float sum[2];
+
+  // Allowed growth of a score over the running maximum before anything is rescaled: weights up to 2^8 stay far inside fp16.
+  static constexpr float SLACK = 8.f;
+
+  DEVICE_MEMBER void reset(const float *row_scale, int lane) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      scale[r] = row_scale[(lane >> 2) + 8 * r];
+      maximum[r] = NEG_INF;
+      sum[r] = 0.f;
+    }
+  }
+
+  // Masks the raw scores in place and finds each row's largest over this warp's keys, in log2 units.
+  DEVICE_MEMBER void mask(Scores &s, const TileInfo &tile, int warp, int lane, float (&largest)[2]) const {
+    if (tile.lo > 0 || tile.hi < TILE) {
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; n++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) {
+          const int key = warp * WARP_KEYS + n * 8 + (lane & 3) * 2 + (e & 1);
+          if (key < tile.lo || key >= tile.hi) s[n][e] = NEG_INF;
+        }
+    }
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float x = fmaxf(s[0][2 * r], s[0][2 * r + 1]);
+#pragma unroll
+      for (int n = 1; n < KEY_TILES; n++) x = fmaxf(x, fmaxf(s[n][2 * r], s[n][2 * r + 1]));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+      x = fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+      largest[r] = x * scale[r];
+    }
+  }
+
+  DEVICE_MEMBER bool outgrown(const float (&largest)[2]) const {
+    return largest[0] > maximum[0] + SLACK || largest[1] > maximum[1] + SLACK;
+  }
+
+  // Raises the maxima to the block's and scales what was accumulated. `all` holds every warp's largest, [WARPS][ROWS].
+  DEVICE_MEMBER void raise(const float *all, int lane, Output &o) {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      float now = maximum[r];
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) now = fmaxf(now, all[w * ROWS + (lane >> 2) + 8 * r]);
+      const float factor = now == NEG_INF ? 1.f : exp2_approx(maximum[r] - now);
+      maximum[r] = now;
+      sum[r] *= factor;
+#pragma unroll
+      for (int d = 0; d < DIM_TILES; d++) o[d][2 * r] *= factor, o[d][2 * r + 1] *= factor;
+    }
+  }
+
+  // Weights of this warp's keys to shared memory (`weights`: this lane's place), and their sums per row.
+  DEVICE_MEMBER void write_weights(const Scores &s, u32 weights, float (&added)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float from = maximum[r] == NEG_INF ? 0.f : maximum[r];
+      added[r] = 0.f;
+#pragma unroll
+      for (int n = 0; n < KEY_TILES; n++) {
+        const float a = exp2_approx(fmaf(s[n][2 * r], scale[r], -from)), b = exp2_approx(fmaf(s[n][2 * r + 1], scale[r], -from));
+        added[r] += a + b;
+        store_shared((weights ^ (n << 4)) + 8 * r * WEIGHT_PITCH, pack_product(a, b));
+      }
+    }
+  }
+};

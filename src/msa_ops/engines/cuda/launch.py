@@ -1,0 +1,460 @@
+"""Launching: the kernels of a device, the parameter block, the stream.
+
+A launch allocates nothing on the none and cluster routes and reads nothing from the device. Objects that the driver reads
+during a launch (parameter block, launch configuration) are kept per thread, because the call into the driver releases the
+interpreter lock.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import os
+import struct
+import threading
+from collections import Counter
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...contract import FP8, DecodeProblem, KVLayout, ScaleLayout
+from . import compile as compiler
+from .plan import (
+    CLUSTER_SIZES,
+    MAX_GRID,
+    SERVED_FORMATS,
+    ClusterRoom,
+    Combine,
+    DeviceFacts,
+    LaunchPlan,
+    Shape,
+    Variant,
+    choose_variant,
+    make_plan,
+    scratch_elements,
+)
+
+_LOG2_E = math.log2(math.e)
+_PARAMS = struct.Struct(
+    "128s128s15Q18q2f12I11i20x"
+)  # struct Params of kernels/params.cuh, padded to its 64-byte alignment
+_QUERY_TYPE = {torch.bfloat16: 0, torch.float16: 1, FP8: 2}
+_PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
+_PARTIAL_DTYPE = (torch.float32, torch.bfloat16, torch.float16, FP8)
+_ALL_SHARED = 100  # per cent of the multiprocessor's memory
+_MERGE_ROWS = 4  # output rows of one block of the merge kernel
+
+calls: Counter[str] = Counter()
+"""Calls served, by route: ``none``, ``cluster``, ``scratch``."""
+
+
+@lru_cache(maxsize=1)
+def driver() -> Any:
+    """The driver bindings. Raises `RuntimeError` naming what is missing."""
+    try:
+        from cuda.bindings import driver as bindings
+    except ImportError as error:
+        raise RuntimeError(f"the CUDA engine needs the package cuda-bindings ({error}): {compiler._INSTALL}") from error
+    return bindings
+
+
+def _check(result: Any, doing: str) -> Any:
+    error, *values = result
+    if int(error):
+        raise RuntimeError(f"CUDA driver: {error.name} while {doing}")
+    return values[0] if len(values) == 1 else values
+
+
+class Kernels:
+    """The loaded entry points of one variant, set up for every device that asked for them."""
+
+    def __init__(self, variant: Variant, arch: str) -> None:
+        self.variant = variant
+        d = driver()
+        library = None
+        for cubin in compiler.read_cached(variant, arch):
+            error, library = d.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
+            if not int(error):
+                break
+            library = None  # a cubin of a newer NVRTC than the driver can load
+        if library is None:
+            library = _check(
+                d.cuLibraryLoadData(compiler.build(variant, arch), [], [], 0, [], [], 0), f"loading {variant.name}"
+            )
+        self.library = library
+        self.kernel = _check(d.cuLibraryGetKernel(library, b"msa_decode"), "looking up msa_decode")
+        merge = _check(d.cuLibraryGetKernel(library, b"msa_merge"), "looking up msa_merge")
+        # The launch call takes a CUkernel in place of a CUfunction.
+        self.decode, self.merge = d.CUfunction(int(self.kernel)), d.CUfunction(int(merge))
+
+    def set_up(self, device: int, facts: DeviceFacts) -> None:
+        d = driver()
+        a = d.CUfunction_attribute
+        handle = _check(d.cuDeviceGet(device), "opening the device")
+        _check(
+            d.cuKernelSetAttribute(
+                a.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.variant.shared_bytes, self.kernel, handle
+            ),
+            "raising the shared memory limit",
+        )
+        # Left to itself the driver may keep more first-level cache than two blocks' copy rings leave room for.
+        _check(
+            d.cuKernelSetAttribute(
+                a.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED, self.kernel, handle
+            ),
+            "preferring shared memory over cache",
+        )
+        if facts.max_cluster > 8:
+            _check(
+                d.cuKernelSetAttribute(a.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, self.kernel, handle),
+                "allowing clusters of 16",
+            )
+
+    def active_clusters(self, size: int) -> int:
+        """Clusters of `size` blocks that the current device holds at once; 0 where it cannot launch them."""
+        config = _launch_config(size, self.variant.threads, self.variant.shared_bytes, size, False, 0)
+        error, clusters = driver().cuOccupancyMaxActiveClusters(self.decode, config)
+        return 0 if int(error) else int(clusters)
+
+
+class _State:
+    """All that is loaded, for this process. A forked child starts empty."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.kernels: dict[tuple[Variant, str], Kernels] = {}
+        self.ready: dict[tuple[Variant, int], Kernels] = {}
+        self.facts: dict[int, DeviceFacts] = {}
+        self.room: dict[tuple[Variant, int], ClusterRoom] = {}
+        self.local = threading.local()
+
+
+_state = _State()
+
+
+def _forget() -> None:
+    global _state
+    _state = _State()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
+
+
+def device_facts(device: int) -> DeviceFacts:
+    """Facts of one CUDA device; raises `RuntimeError` where it is not supported."""
+    facts = _state.facts.get(device)
+    if facts is None:
+        d = driver()
+        compiler.architecture(torch.cuda.get_device_capability(device))
+        handle = _check(d.cuDeviceGet(device), "opening the device")
+        a = d.CUdevice_attribute
+
+        def attribute(which: Any) -> int:
+            return int(_check(d.cuDeviceGetAttribute(which, handle), "reading the device's limits"))
+
+        facts = _state.facts[device] = DeviceFacts(
+            torch.cuda.get_device_capability(device),
+            attribute(a.CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT),
+            attribute(a.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN),
+            attribute(a.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR),
+        )
+    return facts
+
+
+def cluster_room(variant: Variant, device: int) -> ClusterRoom:
+    """Clusters of each size that the device runs at once with this kernel, as the driver answers."""
+    room = _state.room.get((variant, device))
+    if room is None:
+        facts = device_facts(device)
+        sizes = [size for size in CLUSTER_SIZES if size <= facts.max_cluster]
+        kernels = kernels_for(variant, device)
+        room = _state.room[variant, device] = tuple((size, kernels.active_clusters(size)) for size in sizes)
+    return room
+
+
+def kernels_for(variant: Variant, device: int) -> Kernels:
+    """The variant, loaded and set up for a device; compiled first if no cache holds it."""
+    state = _state
+    ready = state.ready.get((variant, device))
+    if ready is not None:
+        return ready
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the kernel {variant.name} is not loaded yet, and a CUDA graph capture cannot load it: make one eager call, or "
+            "msa_ops.warmup(device), before capturing"
+        )
+    with state.lock:
+        facts = device_facts(device)
+        arch = compiler.architecture(facts.capability)
+        loaded = state.kernels.get((variant, arch))
+        if loaded is None:
+            loaded = state.kernels[variant, arch] = Kernels(variant, arch)
+        loaded.set_up(device, facts)
+        state.ready[variant, device] = loaded
+    return loaded
+
+
+# --- one call ----------------------------------------------------------------------------------------------------------
+
+
+def _forced_combine() -> Combine | None:
+    name = os.environ.get("MSA_OPS_COMBINE")
+    if not name:
+        return None
+    try:
+        return Combine[name.upper()]
+    except KeyError:
+        raise ValueError(f"MSA_OPS_COMBINE must be none, cluster or scratch, got {name!r}") from None
+
+
+def _forced_plan() -> tuple[int, ...] | None:
+    text = os.environ.get("MSA_OPS_PLAN")
+    if not text:
+        return None
+    try:
+        numbers = tuple(int(x) for x in text.split(","))
+    except ValueError:
+        numbers = ()
+    if len(numbers) != 7:
+        raise ValueError(f"MSA_OPS_PLAN must be groups,warps,tile,stages,min_blocks,splits,blocks, got {text!r}")
+    return numbers
+
+
+def shape_of(problem: DecodeProblem) -> Shape:
+    p = problem
+    return Shape(
+        p.kv_format, p.scale_layout, p.tokens, p.num_kv_heads, p.group_size, p.topk, p.force_fused, _forced_combine(),
+        _forced_plan(),
+    )  # fmt: skip
+
+
+def plan_of(problem: DecodeProblem) -> LaunchPlan:
+    """The plan that `run` takes."""
+    return _plan(problem, shape_of(problem))
+
+
+def _plan(problem: DecodeProblem, shape: Shape) -> LaunchPlan:
+    if shape.kv_format not in SERVED_FORMATS:
+        raise NotImplementedError(
+            f"k is {shape.kv_format.name}: the CUDA engine of this version reads bf16, fp16 and fp8 KV; NVFP4 runs on the CPU"
+        )
+    index = problem.q.device.index
+    facts = device_facts(index)
+    room: ClusterRoom = ()
+    if facts.has_clusters:
+        room = cluster_room(choose_variant(shape.kv_format, shape.scale_layout, facts), index)
+    return make_plan(shape, facts, room)
+
+
+def scratch_bytes(problem: DecodeProblem) -> int:
+    """Bytes of workspace that this call uses."""
+    shape = shape_of(problem)
+    return _scratch_bytes(problem, _plan(problem, shape), shape)
+
+
+def _scratch_bytes(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> int:
+    if plan.combine is not Combine.SCRATCH:
+        return 0
+    values, state = scratch_elements(shape, plan.splits)
+    return values * _PARTIAL_DTYPE[_PARTIAL_TYPE[problem.partial_dtype]].itemsize + state * 4
+
+
+def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None) -> None:
+    """Serve one checked problem on the current stream of its device."""
+    if problem.q.numel() == 0:
+        return
+    index = problem.q.device.index
+    if index == torch.cuda.current_device():
+        _run(problem, out, lse, index)
+    else:
+        with torch.cuda.device(index):
+            _run(problem, out, lse, index)
+
+
+def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, index: int) -> None:
+    shape = shape_of(problem)
+    plan = _plan(problem, shape)
+    kernels = kernels_for(plan.variant, index)
+    if shape.items * plan.splits > MAX_GRID:
+        raise ValueError(f"q has {shape.items} (token, KV head) items: more than one launch can serve ({MAX_GRID})")
+    modern = _state.facts[index].has_clusters
+    scratch = _scratch(problem, plan, shape) if plan.combine is Combine.SCRATCH else (0, 0, None)
+    launcher = _launcher()
+    launcher.pack(problem, plan, shape, out, lse, scratch, modern)
+    stream = torch._C._cuda_getCurrentRawStream(index)
+    cluster = plan.splits if plan.combine is Combine.CLUSTER else 1
+    launcher.launch(
+        kernels.decode, plan.blocks, plan.variant.threads, plan.variant.shared_bytes, cluster, modern, stream
+    )
+    if plan.combine is Combine.SCRATCH:
+        rows = shape.tokens * shape.kv_heads * shape.group
+        launcher.rows.value = rows
+        launcher.launch(kernels.merge, -(-rows // _MERGE_ROWS), 32 * _MERGE_ROWS, 0, 1, modern, stream)
+    calls[plan.combine.name.lower()] += 1
+
+
+def _scratch(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> tuple[int, int, Tensor]:
+    """Addresses of partial outputs and states, and what keeps them alive during the launch."""
+    need = _scratch_bytes(problem, plan, shape)
+    buffer = problem.workspace
+    if buffer is None or buffer.numel() < need:
+        # Freed after the launch into the stream's own pool (the graph's, during capture), so reuse is ordered.
+        buffer = torch.empty(need, dtype=torch.uint8, device=problem.q.device)
+    state_bytes = scratch_elements(shape, plan.splits)[1] * 4
+    address = buffer.data_ptr()
+    return address + state_bytes, address, buffer
+
+
+@lru_cache(maxsize=1024)
+def divisor(value: int) -> tuple[int, int, int]:
+    """struct Divisor: n // value as a multiplication and a shift, for 0 <= n < 2^31 (Granlund and Montgomery, 1994)."""
+    if value == 1:
+        return 1, 0, 0
+    power = 31 + (value - 1).bit_length()
+    return value, -(-(1 << power) // value), power - 32
+
+
+def tensor_map(t: Tensor, tile: int) -> bytes:
+    """The driver's description of K or V for tensor copies of `tile` rows of one head."""
+    return _encode_map(t.data_ptr(), tuple(t.shape), t.stride(), t.element_size(), tile)
+
+
+@lru_cache(maxsize=4096)
+def _encode_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, tile: int) -> bytes:
+    # A pure function of address, shape and strides, so that keeping results ties nothing to a tensor's identity.
+    d = driver()
+    order = (3, 2, 1, 0) if len(shape) == 4 else (2, 0, 1)  # bytes of a row, rows, heads, pages
+    row = shape[-1] * size
+    dims = [row] + [max(1, shape[i]) for i in order[1:]]
+    steps = [strides[i] * size if shape[i] > 1 else 16 for i in order[1:]]
+    column = min(row, 128)
+    swizzle = d.CUtensorMapSwizzle
+    encoded = _check(
+        d.cuTensorMapEncodeTiled(
+            d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
+            len(dims),
+            address,
+            [d.cuuint64_t(x) for x in dims],
+            [d.cuuint64_t(x) for x in steps],
+            [d.cuuint32_t(x) for x in [column, tile] + [1] * (len(dims) - 2)],
+            [d.cuuint32_t(1)] * len(dims),
+            d.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+            swizzle.CU_TENSOR_MAP_SWIZZLE_128B if column == 128 else swizzle.CU_TENSOR_MAP_SWIZZLE_64B,
+            d.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_NONE,
+            d.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        ),
+        f"describing a cache of shape {shape} and strides {strides}",
+    )
+    return struct.pack("16Q", *(int(x) for x in encoded.opaque))
+
+
+def _launcher() -> _Launcher:
+    local = _state.local
+    try:
+        launcher: _Launcher = local.launcher
+    except AttributeError:
+        launcher = local.launcher = _Launcher()
+    return launcher
+
+
+def _pointer(t: Tensor | None) -> int:
+    return 0 if t is None else t.data_ptr()
+
+
+class _Launcher:
+    """One thread's parameter block and launch configurations."""
+
+    def __init__(self) -> None:
+        d = driver()
+        error, context = d.cuCtxGetCurrent()
+        if int(error) or int(context) == 0:  # a thread that has not used CUDA yet
+            torch.cuda.set_device(torch.cuda.current_device())
+        self.block = ctypes.create_string_buffer(_PARAMS.size)
+        self.rows = ctypes.c_longlong(0)
+        self.pointers = (ctypes.c_void_p * 2)(ctypes.addressof(self.block), ctypes.addressof(self.rows))
+        self.arguments: int = ctypes.addressof(self.pointers)
+        self.configs: dict[tuple[int, ...], Any] = {}
+        self.cu_launch = d.cuLaunchKernelEx
+
+    def pack(
+        self,
+        p: DecodeProblem,
+        plan: LaunchPlan,
+        shape: Shape,
+        out: Tensor,
+        lse: Tensor | None,
+        scratch: tuple[int, int, Tensor | None],
+        modern: bool,
+    ) -> None:
+        q, k, v, ids = p.q, p.k, p.v, p.q2k_indices
+        paged = p.kv_layout is KVLayout.PAGED
+        lengths = p.seqused_k if paged else p.cu_seqlens_k
+        assert lengths is not None
+        table_row, width = (p.page_table.stride(0), p.page_table.shape[1]) if p.page_table is not None else (0, 0)
+        size = k.element_size()
+        ks, vs = k.stride(), v.stride()
+        row = 2 if paged else 0
+        planar = p.scale_layout is ScaleLayout.PLANAR
+        k_scale = p.k_scale.stride() if planar and p.k_scale is not None else (0, 0)
+        v_scale = p.v_scale.stride() if planar and p.v_scale is not None else (0, 0)
+        offset = p.q_offset_int
+        if (
+            q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
+        ) & 15:  # unseen by the contract in a compiled graph
+            raise ValueError("q, k, v and out must start on a 16-byte boundary")
+        maps = (tensor_map(k, plan.variant.tile), tensor_map(v, plan.variant.tile)) if modern else (b"", b"")
+        _PARAMS.pack_into(
+            self.block, 0, *maps,
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), ids.data_ptr(), _pointer(p.page_table), lengths.data_ptr(),
+            _pointer(p.q_offset), _pointer(p.k_global_scale), _pointer(p.v_global_scale), _pointer(p.k_scale),
+            _pointer(p.v_scale), out.data_ptr(), _pointer(lse), scratch[0], scratch[1],
+            q.stride(0) * q.element_size(), q.stride(1) * q.element_size(),
+            ks[0] * size if paged else 0, ks[1] * size, ks[row] * size,
+            vs[0] * size if paged else 0, vs[1] * size, vs[row] * size,
+            ids.stride(0), ids.stride(1), table_row, lengths.stride(0),
+            0 if p.q_offset is None else p.q_offset.stride(0),
+            k_scale[0], k_scale[1], v_scale[0], v_scale[1], k.shape[0],
+            p.softmax_scale * _LOG2_E, p.output_scale,
+            *divisor(shape.kv_heads), *divisor(shape.row_tiles), *divisor(p.seqlen_q), *divisor(plan.splits),
+            shape.group, shape.topk, width, shape.items, plan.combine, _QUERY_TYPE[q.dtype], _PARTIAL_TYPE[p.partial_dtype],
+            offset or 0, offset is not None, p.causal, plan.evict_first,
+        )  # fmt: skip
+
+    def launch(
+        self, kernel: Any, blocks: int, threads: int, shared: int, cluster: int, dependent: bool, stream: int
+    ) -> None:
+        key = (blocks, threads, shared, cluster, stream)
+        config = self.configs.get(key)
+        if config is None:
+            if len(self.configs) > 4096:
+                self.configs.clear()
+            config = self.configs[key] = _launch_config(blocks, threads, shared, cluster, dependent, stream)
+        (error,) = self.cu_launch(config, kernel, self.arguments, 0)
+        if int(error):
+            raise RuntimeError(f"CUDA driver: {error.name} while launching {blocks} blocks of {threads} threads")
+
+
+def _launch_config(blocks: int, threads: int, shared: int, cluster: int, dependent: bool, stream: int) -> Any:
+    d = driver()
+    config = d.CUlaunchConfig()
+    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
+    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
+    config.sharedMemBytes = shared
+    config.hStream = stream
+    attributes = []
+    if dependent:
+        a = d.CUlaunchAttribute()
+        a.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        a.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(a)
+    if cluster > 1:
+        a = d.CUlaunchAttribute()
+        a.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z = cluster, 1, 1
+        attributes.append(a)
+    config.attrs = attributes
+    config.numAttrs = len(attributes)
+    return config

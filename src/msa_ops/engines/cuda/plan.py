@@ -1,0 +1,279 @@
+"""Which variant of the kernel serves a call, and how its work is split: pure functions of shapes and device facts.
+
+Nothing here touches a GPU, so every rule is tested without one. A plan never depends on device values (lengths, ids), so a
+captured launch stays right when they change.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ...contract import BLOCK_SIZE, HEAD_DIM, KVFormat, ScaleLayout
+
+ROW_TILE = 16
+"""Query heads that one block serves: the rows of the matrix instruction."""
+MAX_GRID = 2**31 - 1
+SYSTEM_SHARED = 1024
+"""Shared memory that the system takes of every resident block."""
+CLUSTER_SIZES = (2, 4, 8, 16)
+SERVED_FORMATS = (KVFormat.BF16, KVFormat.FP16, KVFormat.FP8)
+"""KV formats that the kernel reads. NVFP4 has its place in the tables below and no kernel yet."""
+
+# Shared memory that one block may have, in bytes, by compute capability (CUDA programming guide, "technical specifications
+# per compute capability"). On a device the driver's own figure is used.
+SHARED_PER_BLOCK = {
+    (8, 0): 166912, (8, 6): 101376, (8, 7): 166912, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448, (10, 3): 232448,
+    (10, 7): 232448, (11, 0): 232448, (12, 0): 101376, (12, 1): 101376,
+}  # fmt: skip
+
+
+class Combine(enum.IntEnum):
+    """How the results of an item's blocks meet. The values are the kernel's."""
+
+    NONE = 0
+    CLUSTER = 1
+    SCRATCH = 2
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One compilation of the kernel source."""
+
+    kv_format: KVFormat
+    scale_layout: ScaleLayout
+    groups: int
+    warps: int
+    tile: int
+    stages: int
+    min_blocks: int
+
+    @property
+    def name(self) -> str:
+        planar = "-planar" if self.scale_layout is ScaleLayout.PLANAR else ""
+        return f"{self.kv_format.value}{planar}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}"
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        return (
+            f"-DKV_FORMAT=KV_{self.kv_format.name}",
+            f"-DSCALE_PLANAR={int(self.scale_layout is ScaleLayout.PLANAR)}",
+            f"-DGROUPS={self.groups}",
+            f"-DWARPS={self.warps}",
+            f"-DTILE={self.tile}",
+            f"-DSTAGES={self.stages}",
+            f"-DMIN_BLOCKS={self.min_blocks}",
+        )
+
+    @property
+    def threads(self) -> int:
+        return (self.groups * self.warps + 1) * 32  # one warp copies
+
+    @property
+    def static_shared_bytes(self) -> int:
+        """Upper bound of the kernel's static shared memory, in the kilobytes that the ring's alignment makes of it."""
+        return 1024 if self.groups == 1 else 2048
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: the copy ring, and per group two buffers of weights and its partial result."""
+        stage = self.tile * ROW_BYTES[self.kv_format] * 2
+        return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + ROW_TILE * HEAD_DIM * 4)
+
+
+ROW_BYTES = {KVFormat.BF16: 256, KVFormat.FP16: 256, KVFormat.FP8: 128, KVFormat.NVFP4: 64}
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What a plan needs to know of a GPU."""
+
+    capability: tuple[int, int]
+    multiprocessors: int
+    shared_per_block: int
+    shared_per_multiprocessor: int
+
+    @property
+    def has_clusters(self) -> bool:
+        """Thread-block clusters, distributed shared memory, tensor copies and dependent launch."""
+        return self.capability >= (9, 0)
+
+    @property
+    def max_cluster(self) -> int:
+        """Blocks of the largest cluster worth asking for: 16 is opt-in and exists on 9.0 and 10.x, 8 is portable."""
+        if not self.has_clusters:
+            return 1
+        return 16 if self.capability[0] in (9, 10) else 8
+
+    @staticmethod
+    def of_capability(capability: tuple[int, int], multiprocessors: int = 132) -> DeviceFacts:
+        """Facts of a typical device of that capability, for planning without one."""
+        shared = SHARED_PER_BLOCK[capability]
+        return DeviceFacts(capability, multiprocessors, shared, shared + SYSTEM_SHARED)
+
+
+ClusterRoom = tuple[tuple[int, int], ...]
+"""Pairs (cluster size, clusters of that size that run at the same time), as the driver answers for a kernel."""
+
+
+def typical_room(facts: DeviceFacts, variant: Variant) -> ClusterRoom:
+    """An estimate of the driver's answer, for planning without a device.
+
+    Clusters lie inside a GPC, and its multiprocessors rarely divide evenly: an H200 holds 62 clusters of 4 blocks, 30 of 8
+    and 14 of 16 where 132 multiprocessors take two blocks each.
+    """
+    blocks = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
+    return tuple((size, blocks * 9 // (10 * size)) for size in CLUSTER_SIZES if size <= facts.max_cluster)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The part of a problem that decides its plan."""
+
+    kv_format: KVFormat
+    scale_layout: ScaleLayout
+    tokens: int
+    kv_heads: int
+    group: int
+    topk: int
+    force_fused: bool | None = None
+    combine: Combine | None = None
+    """Forced by MSA_OPS_COMBINE; None: chosen."""
+    override: tuple[int, ...] | None = None
+    """Forced by MSA_OPS_PLAN, for measurements: groups, warps, tile, stages, min_blocks, splits, blocks (0: all)."""
+
+    @property
+    def row_tiles(self) -> int:
+        return -(-self.group // ROW_TILE)
+
+    @property
+    def items(self) -> int:
+        """Pieces of work that share nothing: token, KV head, and 16 of its query heads."""
+        return self.tokens * self.kv_heads * self.row_tiles
+
+
+@dataclass(frozen=True)
+class LaunchPlan:
+    """One launch of `blocks` blocks over `items * splits` shares, and a merge kernel behind it for `Combine.SCRATCH`."""
+
+    variant: Variant
+    combine: Combine
+    splits: int
+    blocks: int
+    evict_first: bool
+    why: str
+
+
+def scratch_elements(shape: Shape, splits: int) -> tuple[int, int]:
+    """Partial output values and fp32 state values (maximum, sum) that the scratch route stores."""
+    rows = shape.items * splits * ROW_TILE
+    return rows * HEAD_DIM, rows * 2
+
+
+# Kernel-notes has the measurements behind these. (groups, warps, tile, stages, min_blocks) in order of preference.
+_TILE = {KVFormat.BF16: 64, KVFormat.FP16: 64, KVFormat.FP8: 128, KVFormat.NVFP4: 128}
+_CONFIGS = ((1, 4, 3, 2), (1, 4, 2, 2), (1, 4, 2, 1))
+_WIDE_CONFIG = (2, 4, 5, 1)
+"""For one whole item a multiprocessor: two groups of warps share its ring."""
+
+
+def choose_variant(kv_format: KVFormat, scale_layout: ScaleLayout, facts: DeviceFacts) -> Variant:
+    """The variant for most calls: the deepest ring with which a multiprocessor still holds as many blocks as wanted."""
+    for groups, warps, stages, blocks in _CONFIGS:
+        variant = Variant(kv_format, scale_layout, groups, warps, _TILE[kv_format], stages, blocks)
+        if _fits(variant, facts) and blocks_per_multiprocessor(variant, facts) >= blocks:
+            return variant
+    raise AssertionError(f"no variant of {kv_format} fits {facts.shared_per_block} bytes of shared memory")
+
+
+def wide_variant(kv_format: KVFormat, scale_layout: ScaleLayout, facts: DeviceFacts) -> Variant | None:
+    """The variant for one whole item a multiprocessor, or None where its ring does not fit."""
+    groups, warps, stages, blocks = _WIDE_CONFIG
+    variant = Variant(kv_format, scale_layout, groups, warps, _TILE[kv_format], stages, blocks)
+    return variant if facts.has_clusters and _fits(variant, facts) else None
+
+
+def _fits(variant: Variant, facts: DeviceFacts) -> bool:
+    return variant.shared_bytes + variant.static_shared_bytes <= facts.shared_per_block
+
+
+def blocks_per_multiprocessor(variant: Variant, facts: DeviceFacts) -> int:
+    """Blocks of this variant that one multiprocessor holds at once."""
+    per_block = variant.shared_bytes + variant.static_shared_bytes + SYSTEM_SHARED
+    return max(1, min(variant.min_blocks, facts.shared_per_multiprocessor // per_block))
+
+
+@lru_cache(maxsize=4096)
+def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom) -> LaunchPlan:
+    """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`)."""
+    variant = choose_variant(shape.kv_format, shape.scale_layout, facts)
+    if shape.override is not None:
+        return _overridden(shape)
+    slots = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
+    combine, splits, why = _split(shape, variant, facts, room, slots)
+    if combine is not Combine.NONE:
+        return LaunchPlan(variant, combine, splits, shape.items * splits, True, why)
+    half = facts.multiprocessors // 2
+    wide = wide_variant(shape.kv_format, shape.scale_layout, facts)
+    if wide is not None and half < shape.items <= facts.multiprocessors and shape.force_fused is None:
+        return LaunchPlan(wide, combine, 1, shape.items, True, f"{why}; one item a multiprocessor, two groups")
+    return LaunchPlan(variant, combine, 1, min(shape.items, slots), True, why)
+
+
+def _overridden(shape: Shape) -> LaunchPlan:
+    assert shape.override is not None
+    *config, splits, blocks = shape.override
+    variant = Variant(shape.kv_format, shape.scale_layout, *config)
+    combine = Combine.NONE if splits == 1 else shape.combine or Combine.CLUSTER
+    return LaunchPlan(variant, combine, splits, min(shape.items * splits, blocks or MAX_GRID), True, "MSA_OPS_PLAN")
+
+
+def _split(
+    shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom, slots: int
+) -> tuple[Combine, int, str]:
+    """How many blocks share an item, and how they meet."""
+    if shape.force_fused is True and shape.combine in (None, Combine.NONE):
+        return Combine.NONE, 1, "force_fused: one block per (token, KV head)"
+    if shape.combine is Combine.NONE:
+        return Combine.NONE, 1, "MSA_OPS_COMBINE=none"
+    tiles = shape.topk * (BLOCK_SIZE // variant.tile)
+    if shape.combine is Combine.CLUSTER and not facts.has_clusters:
+        raise ValueError(
+            f"MSA_OPS_COMBINE=cluster needs compute capability 9.0 or newer, this GPU has "
+            f"{facts.capability[0]}.{facts.capability[1]}"
+        )
+    if facts.has_clusters and shape.combine is not Combine.SCRATCH:
+        if shape.force_fused is False or shape.combine is Combine.CLUSTER:
+            splits = max((size for size, _ in room if size <= tiles), default=1)
+            return Combine.CLUSTER, splits, f"asked to split: the largest cluster, {splits} blocks an item"
+        fitting = [
+            n for n, many in room if n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors
+        ]
+        splits = max(fitting, default=1)
+        if splits > 1:
+            return Combine.CLUSTER, splits, f"{shape.items} items on {facts.multiprocessors} multiprocessors"
+        return Combine.NONE, 1, f"{shape.items} items on {facts.multiprocessors} multiprocessors"
+    wanted = tiles if shape.force_fused is False else slots // max(1, shape.items)
+    if shape.combine is Combine.SCRATCH:
+        wanted = max(2, wanted)
+    splits = max(1, min(wanted, tiles, _MOST_SPLITS, MAX_GRID // max(1, shape.items)))
+    if splits == 1:
+        return Combine.NONE, 1, f"{shape.items} items fill {slots} block slots"
+    return Combine.SCRATCH, splits, f"{shape.items} items on {slots} block slots, partial results in memory"
+
+
+_MOST_SPLITS = 64
+"""Beyond this many partial results of an item, merging them costs more than more blocks gain."""
+
+
+def variants(capability: tuple[int, int]) -> list[Variant]:
+    """Every variant that a call on such a device can ask for."""
+    facts = DeviceFacts.of_capability(capability)
+    found: list[Variant] = []
+    for kv_format in SERVED_FORMATS:
+        found.append(choose_variant(kv_format, ScaleLayout.NONE, facts))
+        wide = wide_variant(kv_format, ScaleLayout.NONE, facts)
+        if wide is not None:
+            found.append(wide)
+    return found
