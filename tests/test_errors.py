@@ -1,6 +1,6 @@
 """Every way in which a call is refused: the message names the argument, what was expected and what came.
 
-`test_every_raise_is_reached` counts the `raise` statements of contract.py that the table below runs through, so a new
+`test_every_raise_is_reached` counts the `raise` statements of contract.py and checking.py that the table below runs through, so a new
 check needs a row here.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from cases import INT32_MAX, Spec, build
-from msa_ops import MSASparseAttentionWorkspace, contract, msa_sparse_decode_attention
+from msa_ops import MSASparseAttentionWorkspace, checking, contract, msa_sparse_decode_attention
 
 Call = dict[str, Any]
 
@@ -446,20 +446,25 @@ def test_no_synchronisation_inside_a_graph_capture(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     problem: Any = SimpleNamespace(q=SimpleNamespace(is_cuda=True))
     with pytest.raises(ValueError, match=r"MSA_OPS_CHECK=1 reads device values.*capture.*unset it"):
-        contract.check_values(problem)
+        checking.check_values(problem)
 
 
 def test_every_raise_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = Path(contract.__file__)
-    raises = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)]
+    paths = [Path(contract.__file__), Path(checking.__file__)]
+    raises = [
+        (path, node) for path in paths for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Raise)
+    ]
     reached = set()
     for row in ROWS:
         with monkeypatch.context() as patch:
             frames = traceback.extract_tb(refuse(row, patch).__traceback__)
-        reached.add(next(f.lineno for f in reversed(frames) if Path(f.filename) == path))
-    missed = [n for n in raises if not any(n.lineno <= line <= (n.end_lineno or n.lineno) for line in reached)]
-    lines = path.read_text().splitlines()
-    texts = ["\n".join(lines[n.lineno - 1 : n.end_lineno]) for n in missed]
+        reached.add(next((Path(f.filename), f.lineno) for f in reversed(frames) if Path(f.filename) in paths))
+    missed = [
+        (path, n)
+        for path, n in raises
+        if not any(at == path and n.lineno <= line <= (n.end_lineno or n.lineno) for at, line in reached)
+    ]
+    texts = ["\n".join(path.read_text().splitlines()[n.lineno - 1 : n.end_lineno]) for path, n in missed]
     # This one is reached by test_no_synchronisation_inside_a_graph_capture.
     assert [t for t in texts if "capture forbids" not in t] == []
 

@@ -92,6 +92,8 @@ def msa_sparse_decode_attention(
             workspace, out, lse_out,
         )
     )  # fmt: skip
+    if workspace is not None:
+        problem = ops.with_scratch(problem, workspace)
     if out is None:
         out = torch.empty(q.shape, dtype=problem.out_dtype, device=q.device)
     lse = lse_out

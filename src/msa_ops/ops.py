@@ -6,12 +6,14 @@ The op writes caller-owned outputs and returns nothing, so that nothing is alloc
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .contract import DecodeProblem
+from .workspace import MSASparseAttentionWorkspace
 
 _LIBRARY: Any = torch.library.Library("msa_ops", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
@@ -32,6 +34,15 @@ def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None) -> None:
         p.v_global_scale, p.q_offset, p.workspace, p.seqlen_q, p.causal, p.softmax_scale, p.output_scale, p.q_offset_int,
         p.force_fused, p.partial_dtype, out, lse,
     )  # fmt: skip
+
+
+def with_scratch(problem: DecodeProblem, workspace: MSASparseAttentionWorkspace) -> DecodeProblem:
+    """The problem with the workspace grown to what its route needs. An op cannot grow a tensor that is handed to it."""
+    if not problem.q.is_cuda or problem.q.numel() == 0 or torch.compiler.is_compiling():
+        return problem
+    from .engines.cuda import launch
+
+    return replace(problem, workspace=workspace.reserve(launch.scratch_bytes(problem)))
 
 
 def _cpu(*args: Any) -> None:
