@@ -287,7 +287,13 @@ def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, index: int) ->
     stream = torch._C._cuda_getCurrentRawStream(index)
     cluster = plan.splits if plan.combine is Combine.CLUSTER else 1
     launcher.launch(
-        kernels.decode, plan.blocks, plan.variant.threads, plan.variant.shared_bytes, cluster, modern, stream
+        kernels.decode,
+        plan.blocks,
+        plan.variant.threads,
+        plan.variant.dynamic_bytes(plan.combine),
+        cluster,
+        modern,
+        stream,
     )
     if plan.combine is Combine.SCRATCH:
         rows = shape.tokens * shape.kv_heads * shape.group

@@ -75,11 +75,16 @@ class Variant:
         """Upper bound of the kernel's static shared memory, in the kilobytes that the ring's alignment makes of it."""
         return 1024 if self.groups == 1 else 2048
 
+    def dynamic_bytes(self, combine: Combine) -> int:
+        """Dynamic shared memory: the copy ring, each group's two buffers of weights, and where partial results meet."""
+        stage = self.tile * ROW_BYTES[self.kv_format] * 2
+        meeting = ROW_TILE * HEAD_DIM * 4 if combine is Combine.CLUSTER or self.groups > 1 else 0
+        return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + meeting)
+
     @property
     def shared_bytes(self) -> int:
-        """Dynamic shared memory: the copy ring, and per group two buffers of weights and its partial result."""
-        stage = self.tile * ROW_BYTES[self.kv_format] * 2
-        return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + ROW_TILE * HEAD_DIM * 4)
+        """The most dynamic shared memory that a route of this variant needs."""
+        return self.dynamic_bytes(Combine.CLUSTER)
 
 
 ROW_BYTES = {KVFormat.BF16: 256, KVFormat.FP16: 256, KVFormat.FP8: 128, KVFormat.NVFP4: 64}

@@ -31,10 +31,8 @@ DEVICE i64 output_row(const Params &p, const Item &item, int row) {
   return ((i64)item.token * p.kv_heads.value + item.head) * p.group + item.row0 + row;
 }
 
-DEVICE void store_output(const Params &p, i64 row, int dim, const float (&x)[4]) {
-  u16 *out = (u16 *)p.out + row * HEAD_DIM + dim;
-  *(uint2 *)out = p.query_type == QUERY_FP16 ? make_uint2(pack_fp16(x[0], x[1]), pack_fp16(x[2], x[3]))
-                                             : make_uint2(pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]));
+DEVICE void store_output(const Params &p, i64 row, int dim, float a, float b) {
+  *(u32 *)((u16 *)p.out + row * HEAD_DIM + dim) = p.query_type == QUERY_FP16 ? pack_fp16(a, b) : pack_bf16(a, b);
 }
 
 DEVICE float output_factor(const Params &p) { return p.output_scale * KV_FACTOR * (p.v_global ? *p.v_global : 1.f); }
@@ -148,12 +146,48 @@ struct Meeting {
         if (dim == 0) ((float2 *)p.partial_state)[line] = make_float2(maximum, sum);
       } else {
         const i64 at = output_row(p, item, row);
-        store_output(p, at, dim, x);
+        store_output(p, at, dim, x[0], x[1]), store_output(p, at, dim + 2, x[2], x[3]);
         if (dim == 0) store_lse(p, at, maximum, sum);
       }
     }
   }
 };
+
+// One group had all of a share: its result goes from registers to memory, or as the partial result of `share` (scratch).
+DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, const Softmax &softmax, GroupShared &mine, i64 share,
+                         int warp, int lane) {
+  const RowTotals t = total_rows(softmax, mine.by_warp, 0, warp, lane);
+  const bool scratch = p.combine == COMBINE_SCRATCH;
+  const float factor = scratch ? 1.f : output_factor(p);
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = (lane >> 2) + 8 * r;
+    if (row >= item.rows) continue;
+    const float scale = t.sum[r] > 0.f ? __fdividef(factor, t.sum[r]) : 0.f;
+    const i64 at = scratch ? share * ROWS + row : output_row(p, item, row);
+#pragma unroll
+    for (int i = 0; i < OUT_VECTORS; i++) {
+      OutVector x;
+      output_vector(o, i, r, x);
+#pragma unroll
+      for (int e = 0; e < OUT_VECTOR; e++) x[e] = t.sum[r] > 0.f ? x[e] * scale : 0.f;
+      const int dim = vector_dim(warp, lane, i);
+#pragma unroll
+      for (int e = 0; e < OUT_VECTOR; e += 2) {
+        if (scratch)
+          store_partial(p, at * HEAD_DIM + dim + e, x[e], x[e + 1]);
+        else
+          store_output(p, at, dim + e, x[e], x[e + 1]);
+      }
+    }
+    if (warp == 0 && (lane & 3) == 0) {
+      if (scratch)
+        ((float2 *)p.partial_state)[at] = make_float2(t.maximum[r], t.sum[r]);
+      else
+        store_lse(p, at, t.maximum[r], t.sum[r]);
+    }
+  }
+}
 
 // From the raw scores of a tile to its weights in shared memory, ready for all warps of the group. `fresh`: its first tile of the item.
 DEVICE void weigh_tile(Scores &s, const TileInfo &info, Ring &ring, const RingPosition<STAGES> &at, u8 *v, u32 weights,
@@ -291,6 +325,10 @@ DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weigh
       return;
     }
 #endif
+    if constexpr (GROUPS == 1) {
+      finish_alone(p, item, o, softmax, mine, (i64)index * p.splits.value + rank, warp, lane);
+      continue;
+    }
     if (index != first) workers_sync(); // the previous item has been merged
     meeting.give(o, softmax, peers, shared, group, warp, lane);
     workers_sync();
@@ -321,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
   extern __shared__ __align__(1024) u8 dynamic[];
   __shared__ Shared shared;
   u8 *const weights = dynamic + RING_BYTES;
-  float *const peers = (float *)(weights + GROUPS * 2 * WEIGHT_BYTES);
+  float *const peers = (float *)(weights + GROUPS * 2 * WEIGHT_BYTES); // where partial results meet, if any do
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 first = p.splits.quotient(blockIdx.x), stride = p.splits.quotient(gridDim.x); // in items
   const int rank = blockIdx.x - first * p.splits.value;

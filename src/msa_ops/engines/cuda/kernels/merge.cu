@@ -28,6 +28,6 @@ extern "C" __global__ void __launch_bounds__(128) msa_merge(const __grid_constan
   const float scale = sum > 0.f ? output_factor(p) / sum : 0.f;
 #pragma unroll
   for (int i = 0; i < 4; i++) x[i] = sum > 0.f ? x[i] * scale : 0.f;
-  store_output(p, row, lane * 4, x);
+  store_output(p, row, lane * 4, x[0], x[1]), store_output(p, row, lane * 4 + 2, x[2], x[3]);
   if (lane == 0) store_lse(p, row, maximum, sum);
 }
