@@ -38,7 +38,7 @@ from .plan import (
 
 _LOG2_E = math.log2(math.e)
 _PARAMS = struct.Struct(
-    "128s128s15Q18q2f12I11i20x"
+    "128s128s15Q18q2f12I12i16x"
 )  # struct Params of kernels/params.cuh, padded to its 64-byte alignment
 _QUERY_TYPE = {torch.bfloat16: 0, torch.float16: 1, FP8: 2}
 _PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
@@ -325,7 +325,12 @@ def divisor(value: int) -> tuple[int, int, int]:
 
 def tensor_map(t: Tensor, tile: int) -> bytes:
     """The driver's description of K or V for tensor copies of `tile` rows of one head."""
+    if t.numel() == 0:
+        return _NO_MAP  # nothing of an empty cache is ever copied
     return _encode_map(t.data_ptr(), tuple(t.shape), t.stride(), t.element_size(), tile)
+
+
+_NO_MAP = bytes(128)
 
 
 @lru_cache(maxsize=4096)
@@ -426,7 +431,7 @@ class _Launcher:
             p.softmax_scale * _LOG2_E, p.output_scale,
             *divisor(shape.kv_heads), *divisor(shape.row_tiles), *divisor(p.seqlen_q), *divisor(plan.splits),
             shape.group, shape.topk, width, shape.items, plan.combine, _QUERY_TYPE[q.dtype], _PARTIAL_TYPE[p.partial_dtype],
-            offset or 0, offset is not None, p.causal, plan.evict_first,
+            offset or 0, offset is not None, p.causal, plan.evict_first, paged,
         )  # fmt: skip
 
     def launch(

@@ -98,7 +98,7 @@ DEVICE void copy_tile(const Params &p, const TileSource &tile, int head, u8 *sta
     ring.info[slot] = tile.info;
     if (data) {
       const u32 to = shared_address(stage);
-      const bool paged = p.table != nullptr;
+      const bool paged = p.paged;
       const int row = paged ? tile.skip : tile.block + tile.skip, page = paged ? tile.block : 0;
       barrier_expect(&ring.k_full[slot], SIDE_BYTES);
 #pragma unroll
@@ -116,8 +116,8 @@ DEVICE void copy_tile(const Params &p, const TileSource &tile, int head, u8 *sta
     }
   }
 #else
-  const i64 k_block = p.table ? tile.block * p.k_page : tile.block * p.k_row;
-  const i64 v_block = p.table ? tile.block * p.v_page : tile.block * p.v_row;
+  const i64 k_block = p.paged ? tile.block * p.k_page : tile.block * p.k_row;
+  const i64 v_block = p.paged ? tile.block * p.v_page : tile.block * p.v_row;
   const u32 to = shared_address(stage);
   copy_rows(to, p.k + head * p.k_head + k_block, p.k_row, tile, lane);
   barrier_arrive_after_copies(&ring.k_full[slot]);

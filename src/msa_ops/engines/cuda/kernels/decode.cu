@@ -349,7 +349,7 @@ DEVICE void prefetch_tables(const Params &p, u32 first, int lane) {
     if (p.q_offset) prefetch(p.q_offset + item.request * p.q_offset_step);
   }
   if (lane * 32 < p.topk) prefetch(p.ids + item.head * p.ids_head + item.token * p.ids_token + lane * 32);
-  if (p.table && lane * 32 < p.table_width) prefetch(p.table + item.request * p.table_row + lane * 32);
+  if (p.paged && lane * 32 < p.table_width) prefetch(p.table + item.request * p.table_row + lane * 32);
   if (lane < item.rows)
     prefetch(p.q + item.token * p.q_token + ((i64)item.head * p.group + item.row0 + lane) * p.q_head);
 #endif

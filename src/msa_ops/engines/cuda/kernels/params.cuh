@@ -19,7 +19,7 @@ struct Params {
   TensorMap k_map, v_map; // 9.0 and up: bytes of a row, rows, KV heads, and for a paged cache pages
   const u8 *q, *k, *v;
   const int *ids;
-  const int *table;     // page table, or null for a flat cache
+  const int *table;     // page table of a paged cache
   const int *lengths;   // seqused_k, or cu_seqlens_k for a flat cache
   const int *q_offset;  // or null
   const float *k_global, *v_global; // or null
@@ -38,5 +38,5 @@ struct Params {
   float scale_log2; // softmax scale * log2(e)
   float output_scale;
   Divisor kv_heads, row_tiles, seqlen_q, splits;
-  int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, evict_first;
+  int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, evict_first, paged;
 };

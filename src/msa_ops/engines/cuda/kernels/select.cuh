@@ -23,7 +23,7 @@ struct Selection {
   int query;              // place of the token among its request's
   int id;                 // this lane's id of the first LIST
   int near[NEAR_ENTRIES]; // entries i * 32 + lane of the table row
-  bool near_table;
+  bool paged, near_table;
   int length, limit; // keys of the request; keys that the token may see
   int start;         // flat cache: row of position 0
   int largest;       // largest valid id so far
@@ -32,23 +32,24 @@ struct Selection {
   DEVICE_MEMBER Selection(const Params &p, const Item &item) {
     lengths = p.lengths + item.request * p.lengths_step;
     ids = p.ids + item.head * p.ids_head + item.token * p.ids_token;
-    table = p.table ? p.table + item.request * p.table_row : nullptr;
+    table = p.table + item.request * p.table_row;
+    paged = p.paged;
     offset = p.q_offset ? p.q_offset + item.request * p.q_offset_step : nullptr;
     query = p.seqlen_q.remainder(item.token);
-    near_table = table && p.table_width <= NEAR_ENTRIES * 32;
+    near_table = paged && p.table_width <= NEAR_ENTRIES * 32;
     largest = -1;
   }
 
   // Everything whose address is known is asked for at once.
   DEVICE_MEMBER void load(const Params &p, int lane) {
-    const int first = lengths[0], next = table ? 0 : lengths[p.lengths_step];
+    const int first = lengths[0], next = paged ? 0 : lengths[p.lengths_step];
     const int given = offset ? *offset : p.q_offset_int;
     id = lane < p.topk ? ids[lane] : -1;
     if (near_table)
 #pragma unroll
       for (int i = 0; i < NEAR_ENTRIES; i++) near[i] = i * 32 + lane < p.table_width ? table[i * 32 + lane] : -1;
-    start = table ? 0 : first;
-    length = table ? first : (int)max(-1LL, min((i64)next - first, 0x7fffffffLL));
+    start = paged ? 0 : first;
+    length = paged ? first : (int)max(-1LL, min((i64)next - first, 0x7fffffffLL));
     i64 end = length;
     if (p.causal) {
       const i64 base = offset || p.has_q_offset_int ? (i64)given : (i64)length - (i64)p.seqlen_q.value;
@@ -91,11 +92,11 @@ struct Selection {
   DEVICE_MEMBER int blocks(const Params &p, int base, int lane, int &block, int &lo, int &hi) {
     if (base > 0) id = base + lane < p.topk ? ids[base + lane] : -1;
     const int count = length > 0 ? (length - 1) / BLOCK_KEYS + 1 : 0;
-    bool valid = id >= 0 && id < (table ? min(count, p.table_width) : count);
+    bool valid = id >= 0 && id < (paged ? min(count, p.table_width) : count);
     if (is_repeated(base, valid, base + LIST < p.topk, lane)) valid = false;
     valid = valid && id * BLOCK_KEYS < limit;
     int from, begin = 0, end = valid ? min(BLOCK_KEYS, limit - id * BLOCK_KEYS) : 0;
-    if (table) {
+    if (paged) {
       from = page(id, valid);
       valid = valid && from >= 0 && from < p.cache_rows;
     } else {
