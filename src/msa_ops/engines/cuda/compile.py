@@ -57,10 +57,15 @@ def architecture(capability: tuple[int, int]) -> str:
 
 
 def cache_dir() -> Path:
+    """Where cubins are kept. Raises `OSError` where there is no such place."""
     configured = os.environ.get("MSA_OPS_CACHE_DIR")
     if configured:
         return Path(configured)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "msa_ops"
+    general = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return (Path(general) if general else Path.home() / ".cache") / "msa_ops"
+    except RuntimeError as error:  # a user without a home directory, as in some containers
+        raise OSError(str(error)) from error
 
 
 # --- the disk cache ----------------------------------------------------------------------------------------------------
@@ -100,6 +105,7 @@ def write_cached(variant: Variant, arch: str, cubin: bytes, version: tuple[int, 
     try:
         with os.fdopen(handle, "wb") as f:
             f.write(_MAGIC + hashlib.sha256(cubin).digest() + cubin)
+        os.chmod(temporary, 0o644)  # a cache prebuilt by one user serves others; mkstemp makes files private
         os.replace(temporary, path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)

@@ -7,19 +7,21 @@ interpreter lock.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import os
 import struct
 import threading
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...contract import FP8, DecodeProblem, KVLayout, ScaleLayout
+from ...contract import FP8, DecodeProblem, KVFormat, KVLayout, ScaleLayout
 from . import compile as compiler
 from .plan import (
     CLUSTER_SIZES,
@@ -34,6 +36,7 @@ from .plan import (
     choose_variant,
     make_plan,
     scratch_elements,
+    variants_for,
 )
 
 _LOG2_E = math.log2(math.e)
@@ -45,6 +48,7 @@ _PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2,
 _PARTIAL_DTYPE = (torch.float32, torch.bfloat16, torch.float16, FP8)
 _ALL_SHARED = 100  # per cent of the multiprocessor's memory
 _MERGE_ROWS = 4  # output rows of one block of the merge kernel
+_NO_CONTEXT = ("CUDA_ERROR_NOT_INITIALIZED", "CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_CONTEXT_IS_DESTROYED")
 
 calls: Counter[str] = Counter()
 """Calls served, by route: ``none``, ``cluster``, ``scratch``."""
@@ -85,11 +89,12 @@ class Kernels:
             )
         self.library = library
         self.kernel = _check(d.cuLibraryGetKernel(library, b"msa_decode"), "looking up msa_decode")
-        merge = _check(d.cuLibraryGetKernel(library, b"msa_merge"), "looking up msa_merge")
+        self.merge_kernel = _check(d.cuLibraryGetKernel(library, b"msa_merge"), "looking up msa_merge")
         # The launch call takes a CUkernel in place of a CUfunction.
-        self.decode, self.merge = d.CUfunction(int(self.kernel)), d.CUfunction(int(merge))
+        self.decode, self.merge = d.CUfunction(int(self.kernel)), d.CUfunction(int(self.merge_kernel))
 
     def set_up(self, device: int, facts: DeviceFacts) -> None:
+        """Set the kernels' attributes for `device`, which is the current one, and put their code there."""
         d = driver()
         a = d.CUfunction_attribute
         handle = _check(d.cuDeviceGet(device), "opening the device")
@@ -111,11 +116,16 @@ class Kernels:
                 d.cuKernelSetAttribute(a.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, self.kernel, handle),
                 "allowing clusters of 16",
             )
+        # Lazy loading would do this at the first launch, which may be inside a capture.
+        for kernel in (self.kernel, self.merge_kernel):
+            _check(d.cuKernelGetFunction(kernel), "loading code onto the device")
 
     def active_clusters(self, size: int) -> int:
         """Clusters of `size` blocks that the current device holds at once; 0 where it cannot launch them."""
         config = _launch_config(size, self.variant.threads, self.variant.shared_bytes, size, False, 0)
         error, clusters = driver().cuOccupancyMaxActiveClusters(self.decode, config)
+        if error.name in _NO_CONTEXT:  # no answer about clusters, and not to be kept as one
+            raise RuntimeError(f"CUDA driver: {error.name} while asking how many clusters fit")
         return 0 if int(error) else int(clusters)
 
 
@@ -144,7 +154,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def device_facts(device: int) -> DeviceFacts:
-    """Facts of one CUDA device; raises `RuntimeError` where it is not supported."""
+    """Facts of one CUDA device. Raises `RuntimeError` where it is not supported."""
     facts = _state.facts.get(device)
     if facts is None:
         d = driver()
@@ -165,7 +175,7 @@ def device_facts(device: int) -> DeviceFacts:
 
 
 def cluster_room(variant: Variant, device: int) -> ClusterRoom:
-    """Clusters of each size that the device runs at once with this kernel, as the driver answers."""
+    """Clusters of each size that the device, the current one, runs at once with this kernel, as the driver answers."""
     room = _state.room.get((variant, device))
     if room is None:
         facts = device_facts(device)
@@ -176,7 +186,7 @@ def cluster_room(variant: Variant, device: int) -> ClusterRoom:
 
 
 def kernels_for(variant: Variant, device: int) -> Kernels:
-    """The variant, loaded and set up for a device; compiled first if no cache holds it."""
+    """The variant, loaded and set up for a device, the current one; compiled first if no cache holds it."""
     state = _state
     ready = state.ready.get((variant, device))
     if ready is not None:
@@ -195,6 +205,30 @@ def kernels_for(variant: Variant, device: int) -> Kernels:
         loaded.set_up(device, facts)
         state.ready[variant, device] = loaded
     return loaded
+
+
+@contextlib.contextmanager
+def on_device(device: int) -> Iterator[None]:
+    """Make `device` the current one, with its context current in this thread too."""
+    with torch.cuda.device(device):
+        _launcher()
+        yield
+
+
+def warm_up(device: int, formats: Sequence[KVFormat] = SERVED_FORMATS) -> list[str]:
+    """Compile, where no cache holds them, and load all variants that calls with these KV formats can ask for; their names."""
+    with on_device(device):
+        wanted = variants_for(device_facts(device), formats)
+        for variant in wanted:
+            kernels_for(variant, device)
+            if device_facts(device).has_clusters:
+                cluster_room(variant, device)
+    return [variant.name for variant in wanted]
+
+
+def loaded_variants() -> list[Variant]:
+    """The variants that this process has loaded on some device."""
+    return sorted({variant for variant, _ in _state.ready}, key=lambda variant: variant.name)
 
 
 # --- one call ----------------------------------------------------------------------------------------------------------
@@ -233,7 +267,8 @@ def shape_of(problem: DecodeProblem) -> Shape:
 
 def plan_of(problem: DecodeProblem) -> LaunchPlan:
     """The plan that `run` takes."""
-    return _plan(problem, shape_of(problem))
+    with on_device(problem.q.device.index):
+        return _plan(problem, shape_of(problem))
 
 
 def _plan(problem: DecodeProblem, shape: Shape) -> LaunchPlan:
@@ -251,8 +286,7 @@ def _plan(problem: DecodeProblem, shape: Shape) -> LaunchPlan:
 
 def scratch_bytes(problem: DecodeProblem) -> int:
     """Bytes of workspace that this call uses."""
-    shape = shape_of(problem)
-    return _scratch_bytes(problem, _plan(problem, shape), shape)
+    return _scratch_bytes(problem, plan_of(problem), shape_of(problem))
 
 
 def _scratch_bytes(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> int:
@@ -275,6 +309,7 @@ def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None) -> None:
 
 
 def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, index: int) -> None:
+    launcher = _launcher()  # first: it gives the thread a context
     shape = shape_of(problem)
     plan = _plan(problem, shape)
     kernels = kernels_for(plan.variant, index)
@@ -282,7 +317,6 @@ def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, index: int) ->
         raise ValueError(f"q has {shape.items} (token, KV head) items: more than one launch can serve ({MAX_GRID})")
     modern = _state.facts[index].has_clusters
     scratch = _scratch(problem, plan, shape) if plan.combine is Combine.SCRATCH else (0, 0, None)
-    launcher = _launcher()
     launcher.pack(problem, plan, shape, out, lse, scratch, modern)
     stream = torch._C._cuda_getCurrentRawStream(index)
     cluster = plan.splits if plan.combine is Combine.CLUSTER else 1
@@ -382,7 +416,10 @@ class _Launcher:
         d = driver()
         error, context = d.cuCtxGetCurrent()
         if int(error) or int(context) == 0:  # a thread that has not used CUDA yet
-            torch.cuda.set_device(torch.cuda.current_device())
+            # Setting the device that is already the current one would do nothing.
+            device = _check(d.cuDeviceGet(torch.cuda.current_device()), "opening the device")
+            context = _check(d.cuDevicePrimaryCtxRetain(device), "taking the device's context")
+            _check(d.cuCtxSetCurrent(context), "making its context current")
         self.block = ctypes.create_string_buffer(_PARAMS.size)
         self.rows = ctypes.c_longlong(0)
         self.pointers = (ctypes.c_void_p * 2)(ctypes.addressof(self.block), ctypes.addressof(self.rows))
@@ -437,7 +474,7 @@ class _Launcher:
     def launch(
         self, kernel: Any, blocks: int, threads: int, shared: int, cluster: int, dependent: bool, stream: int
     ) -> None:
-        key = (blocks, threads, shared, cluster, stream)
+        key = (blocks, threads, shared, cluster, dependent, stream)
         config = self.configs.get(key)
         if config is None:
             if len(self.configs) > 4096:
