@@ -1,0 +1,285 @@
+"""README, CHANGELOG and docs/: links resolve, examples run, and tables say what the code and the results say."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import msa_ops
+from msa_ops.contract import _KV_FORMATS_OF_Q, KVFormat
+from msa_ops.engines.cuda.plan import SERVED_FORMATS, SHARED_PER_BLOCK
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+QUERY_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
+
+
+def blocks(page: Path) -> list[tuple[str, str, int]]:
+    """Info string, text and line number of a page's fenced blocks."""
+    text = page.read_text(encoding="utf-8")
+    return [(m[1], m[2], text.count("\n", 0, m.start()) + 2) for m in FENCE.finditer(text)]
+
+
+def prose(page: Path) -> str:
+    """A page without its fenced blocks."""
+    return FENCE.sub("", page.read_text(encoding="utf-8"))
+
+
+def tables(page: Path) -> list[list[list[str]]]:
+    """A page's tables as rows of stripped cells, the heading first and the line under it left out."""
+    found: list[list[list[str]]] = [[]]
+    for line in prose(page).splitlines():
+        if line.startswith("|"):
+            found[-1].append([cell.strip() for cell in line.strip().strip("|").split("|")])
+        elif found[-1]:
+            found.append([])
+    return [[rows[0], *rows[2:]] for rows in found if rows]
+
+
+def table(page: Path, heading: str) -> list[list[str]]:
+    """The rows below the heading of the one table whose first heading cell is `heading`."""
+    chosen = [rows[1:] for rows in tables(page) if rows[0][0] == heading]
+    assert len(chosen) == 1, f"{page.name} has {len(chosen)} tables that begin with {heading!r}"
+    return chosen[0]
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub makes of a page's headings."""
+    headings = re.findall(r"^#+ +(.+)$", prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_relative_links_resolve(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", prose(page)):
+        if re.match(r"[a-z]+://", target):
+            continue
+        name, _, anchor = target.partition("#")
+        linked = page if not name else (page.parent / name).resolve()
+        assert linked.exists(), f"{page.name} links to {target}, which is not there"
+        assert linked.is_relative_to(ROOT), f"{page.name} links to {target}, outside the project"
+        assert not anchor or anchor in anchors(linked), f"{page.name} links to {target}: no such heading"
+
+
+def test_every_page_is_linked_from_the_readme() -> None:
+    """docs/ holds no page that a reader cannot reach."""
+    reached = {README.resolve()}
+    pending = [README.resolve()]
+    while pending:
+        page = pending.pop()
+        for target in re.findall(r"\]\(([^)\s#]+\.md)[^)]*\)", prose(page)):
+            linked = (page.parent / target).resolve()
+            if linked not in reached and linked.exists():
+                reached.add(linked)
+                pending.append(linked)
+    assert not {page.resolve() for page in PAGES} - reached
+
+
+EXAMPLES = [
+    pytest.param(page, text, line, id=f"{page.name}:{line}")
+    for page in PAGES
+    for info, text, line in blocks(page)
+    if info == "python"
+]
+
+
+@pytest.mark.parametrize(("page", "text", "line"), EXAMPLES)
+def test_python_examples_run(page: Path, text: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a namespace of its own, as it stands. Blocks that cannot run here say so: ``python notest``."""
+    if "transformers" in text and importlib.util.find_spec("transformers") is None:
+        pytest.skip("needs transformers, which is not installed")
+    monkeypatch.chdir(tmp_path)
+    torch.manual_seed(0)
+    exec(compile("\n" * (line - 1) + text, str(page), "exec"), {"__name__": "example"})
+
+
+def test_blocks_say_what_they_are() -> None:
+    """So that no Python example escapes the test above by its info string."""
+    infos = [(page.name, info) for page in PAGES for info, _, _ in blocks(page)]
+    assert ("README.md", "python") in infos
+    assert [(name, info) for name, info in infos if not info] == []
+    unusual = [(name, info) for name, info in infos if info.lower().startswith("py") and info != "python"]
+    assert unusual == [("README.md", "python notest")]  # an import of flashinfer
+
+
+def test_the_readme_example_is_ten_lines() -> None:
+    first = next(text for info, text, _ in blocks(README) if info == "python")
+    code = [line for line in first.splitlines() if line.strip()]
+    assert len(code) <= 10
+    assert any("msa_sparse_decode_attention(" in line for line in code)
+
+
+# --- tables that restate the code --------------------------------------------------------------------------------------
+
+
+def test_dtype_matrix_is_the_codes() -> None:
+    heading = next(rows[0] for rows in tables(README) if rows[0][0] == "q")
+    assert heading[-1] == "output"
+    formats = [KVFormat(cell.removesuffix(" KV").lower()) for cell in heading[1:-1]]
+    assert set(formats) == set(KVFormat)
+    want = []
+    for dtype, allowed in _KV_FORMATS_OF_Q.items():
+        cells = ["no" if f not in allowed else "CPU, GPU" if f in SERVED_FORMATS else "CPU" for f in formats]
+        out = msa_ops.contract._OUT_DTYPE[dtype]
+        want.append([QUERY_NAMES[dtype], *cells, QUERY_NAMES[out]])
+    assert table(README, "q") == want
+
+
+def test_dtype_table_of_the_semantics_is_the_codes() -> None:
+    names = {
+        KVFormat.BF16: "bfloat16",
+        KVFormat.FP16: "float16",
+        KVFormat.FP8: "float8_e4m3fn",
+        KVFormat.NVFP4: "NVFP4",
+    }
+    want = [
+        [str(q).removeprefix("torch."), ", ".join(names[f] for f in allowed), str(out).removeprefix("torch.")]
+        for q, allowed, out in ((q, a, msa_ops.contract._OUT_DTYPE[q]) for q, a in _KV_FORMATS_OF_Q.items())
+    ]
+    assert table(ROOT / "docs" / "semantics.md", "q") == want
+
+
+def test_device_rows_are_the_codes() -> None:
+    rows = {row[0]: row[1] for row in table(README, "device")}
+
+    def formats(cell: str) -> set[KVFormat]:
+        return {KVFormat(name.strip().lower()) for name in cell.split(",")}
+
+    assert formats(rows.pop("CPU")) == set(KVFormat)
+    assert rows
+    listed = [(int(a), int(b)) for device in rows for a, b in re.findall(r"(\d+)\.(\d+)", device)]
+    assert sorted(listed) == sorted(SHARED_PER_BLOCK)
+    for cell in rows.values():
+        assert formats(cell) == set(SERVED_FORMATS)
+
+
+def environment_variables_read(source: str) -> set[str]:
+    """Names given as literals to os.environ[...], os.environ.get and its like, and os.getenv."""
+    found = set()
+    for node in ast.walk(ast.parse(source)):
+        key: ast.expr | None = None
+        if isinstance(node, ast.Call) and node.args:
+            called = ast.unparse(node.func)
+            if called in ("os.getenv", "getenv") or re.fullmatch(r"(os\.)?environ\.(get|setdefault|pop)", called):
+                key = node.args[0]
+        elif isinstance(node, ast.Subscript) and ast.unparse(node.value) in ("os.environ", "environ"):
+            key = node.slice
+        if isinstance(key, ast.Constant) and isinstance(key.value, str):
+            found.add(key.value)
+    return found
+
+
+def test_environment_variables_are_all_in_the_table() -> None:
+    sources = [path.read_text(encoding="utf-8") for path in sorted((ROOT / "src").rglob("*.py"))]
+    read = set().union(*(environment_variables_read(source) for source in sources))
+    mentioned = set(re.findall(r"\bMSA_OPS_[A-Z_]+\b", "\n".join(sources)))
+    listed = {row[0].strip("`") for row in table(README, "variable")}
+    assert read
+    assert read == listed
+    assert mentioned <= listed, "messages and docstrings of the code name variables that nothing reads"
+
+
+def test_reading_of_environment_variables_is_found() -> None:
+    source = "import os\na = os.environ['A'], os.environ.get('B', ''), os.getenv('C'), os.environ.pop('D')\nx.get('E')"
+    assert environment_variables_read(source) == {"A", "B", "C", "D"}
+
+
+def test_names_from_flashinfer_are_here_or_said_to_be_missing() -> None:
+    for names, here in table(README, "`flashinfer.msa_ops`"):
+        for name in re.findall(r"`(\w+)`", names):
+            assert (name in msa_ops.__all__) == (here != "not here"), name
+
+
+def project_array(key: str) -> list[str]:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    match = re.search(rf"^\[{re.escape(key)}\]\n(.*?)(?=^\[)", text, re.MULTILINE | re.DOTALL)
+    assert match is not None
+    return re.findall(r"^([\w-]+) *=", match[1], re.MULTILINE)
+
+
+def test_extras_of_the_install_lines_exist() -> None:
+    named = set(re.findall(r"pip install '\.\[(\w+)\]'", README.read_text(encoding="utf-8")))
+    assert {"cuda12", "cuda13"} <= named <= set(project_array("project.optional-dependencies"))
+
+
+def test_make_targets_exist() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    code = r"^make ([\w-]+)|`make ([\w-]+)[ `]"
+    for page in PAGES:
+        for match in re.finditer(code, page.read_text(encoding="utf-8"), re.MULTILINE):
+            assert re.search(rf"^{match[1] or match[2]}:", makefile, re.MULTILINE), match[0]
+
+
+def test_changelogs_newest_version_is_the_packages() -> None:
+    project = re.search(r'^version = "([^"]+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    newest = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert project is not None and newest is not None
+    assert newest[1] == project[1]
+
+
+# --- tables that restate results ---------------------------------------------------------------------------------------
+
+
+def test_demo_table_is_the_committed_runs() -> None:
+    """Every context of the run, losing ones included."""
+    run = json.loads((ROOT / "docs" / "demo-cpu.json").read_text(encoding="utf-8"))
+    assert table(README, "context") == [demo_row(context) for context in run["contexts"]]
+    text = README.read_text(encoding="utf-8")
+    assert run["device_name"] == "AMD EPYC, 2 threads" and "two threads of an AMD EPYC" in text
+    versions = f"torch {run['versions']['torch'].partition('+')[0]}, transformers {run['versions']['transformers']}"
+    assert versions.replace(".0,", ",").removesuffix(".0") in text
+    assert f"{run['total_seconds']:.0f} s" in text
+
+
+def demo_row(run: dict[str, Any]) -> list[str]:
+    call, their_call = run["call_ms_ours"], run["call_ms_transformers"]
+    token, their_token = run["token_ms_ours"], run["token_ms_transformers"]
+    return [
+        f"{run['context'] // 1024}K", f"{call:.2f}", f"{their_call:.2f}", f"{their_call / call:.1f}x", f"{token:.1f}",
+        f"{their_token:.1f}", f"{their_token / token:.1f}x", f"{run['kv_bytes_selected'] / 2**20:.1f} MiB",
+        f"{run['kv_bytes_dense'] / 2**20:.1f} MiB",
+    ]  # fmt: skip
+
+
+def test_demo_sentences_are_the_committed_runs() -> None:
+    contexts = json.loads((ROOT / "docs" / "demo-cpu.json").read_text(encoding="utf-8"))["contexts"]
+    text = " ".join(README.read_text(encoding="utf-8").split())
+
+    def span(key: str) -> str:
+        values = [run[key] for run in contexts]
+        return f"{min(values):.3f} to {max(values):.3f}"
+
+    assert f"by {span('logit_difference')}, less than" in text
+    assert f"eager path ({span('reference_difference')})" in text
+    assert all(run["logit_difference"] < run["reference_difference"] for run in contexts)
+    assert all(run["argmax_equal"] == run["argmax_compared"] for run in contexts)
+    assert "({}, {} and {} tokens)".format(*(run["argmax_compared"] for run in contexts)) in text
+    assert [run["common_prefix"] for run in contexts] == [32, 32, 19]
+    assert "the same 32 bytes at 1K and 4K; at 16K they part after 19" in text
+
+
+def test_cpu_table_is_the_committed_runs() -> None:
+    results = ROOT / "benchmarks" / "results" / "cpu.json"
+    rows = table(ROOT / "docs" / "cpu.md", "KV")
+    assert [row[0] for row in rows] == ["bf16", "fp16", "fp8", "nvfp4_tiled", "nvfp4_planar"]
+    for row in rows:
+        assert abs(float(row[3]) - float(row[1]) / float(row[2])) < 0.01, row  # of rounded times
+    if results.exists():
+        wanted = [cpu_row(run) for run in json.loads(results.read_text(encoding="utf-8"))["results"]]
+        assert rows == wanted, "docs/cpu.md should have:\n" + "\n".join(f"| {' | '.join(row)} |" for row in wanted)
+
+
+def cpu_row(run: dict[str, Any]) -> list[str]:
+    return [
+        run["form"], f"{run['ours_ms']:.2f}", f"{run['sdpa_ms']:.2f}", f"{run['ratio']:.2f}", f"{run['bar']:.1f}",
+        f"{run['peak_extra_mib']:.1f}",
+    ]  # fmt: skip
