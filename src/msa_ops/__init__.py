@@ -9,14 +9,25 @@ from .nvfp4 import (
     nvfp4_planar_write,
     nvfp4_quantize,
 )
+from .runtime import (
+    Explanation,
+    explain,
+    msa_decode_nvfp4_specialized_stats,
+    msa_decode_nvfp4_specialized_warmup,
+    warmup,
+)
 from .selection import msa_proxy_score, msa_topk_select
 from .workspace import MSASparseAttentionWorkspace
 
 __all__ = [
     "SUPPORTS_PACKED_KV",
+    "Explanation",
     "MSASparseAttentionWorkspace",
     "OutOfPagesError",
     "PagedKVCache",
+    "explain",
+    "msa_decode_nvfp4_specialized_stats",
+    "msa_decode_nvfp4_specialized_warmup",
     "msa_proxy_score",
     "msa_sparse_decode_attention",
     "msa_topk_select",
@@ -26,4 +37,5 @@ __all__ = [
     "nvfp4_planar_write",
     "nvfp4_quantize",
     "supports_packed_kv",
+    "warmup",
 ]

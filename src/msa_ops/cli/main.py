@@ -10,6 +10,7 @@ import importlib
 from typing import Any
 
 SUB_COMMANDS = {
+    "compile": "msa_ops.cli.compile",
     "demo": "msa_ops.cli.demo",
 }
 """Name of a sub-command and the module that holds it."""
