@@ -136,6 +136,23 @@ def test_bits_of_a_request_depend_on_nothing_else(dtype: torch.dtype, group: int
         assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b]), f"length {lengths[b]}"
 
 
+@pytest.mark.parametrize("topk", [3, 24])
+@pytest.mark.parametrize("group", [1, 7, 40])
+def test_one_segment_alone_is_computed_as_among_others_by_several_threads(
+    group: int, topk: int, two_threads: None
+) -> None:
+    """torch's attention multiplies the matrices of a single segment by all threads together, in another order."""
+    lengths = [topk * 128] * 3
+    for seed in range(6):
+        (q, k, v, ids), kwargs = _call(lengths, topk=topk, kv_heads=1, group=group)
+        q = _random(tuple(q.shape), q.dtype, seed)
+        out, lse = _run((q, k, v, ids), kwargs)
+        for b in range(len(lengths)):
+            one = {**kwargs, "page_table": kwargs["page_table"][b : b + 1], "seqused_k": kwargs["seqused_k"][b : b + 1]}
+            alone, alone_lse = _run((q[b : b + 1], k, v, ids[:, b : b + 1]), one)
+            assert torch.equal(alone[0], out[b]) and torch.equal(alone_lse[0], lse[b])
+
+
 def _peak_bytes(args: tuple[Tensor, ...], kwargs: dict[str, Any]) -> int:
     """Most bytes that torch's allocator handed out during the call and had not got back."""
     out = torch.empty_like(args[0])

@@ -89,20 +89,31 @@ def _attend(
     parts, part_lses = [], []
     for begin, end, keys in chunks:
         k, v = reader.read(begin, end, keys)
-        # The public scaled_dot_product_attention ends here too, but keeps the LSE to itself.
-        part, part_lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
-            queries[begin:end], k, v, scale=scale
-        )
-        parts.append(part[:, 0])
-        part_lses.append(part_lse[:, 0])
+        part, part_lse = _segment_attention(queries[begin:end], k, v, scale)
+        parts.append(part)
+        part_lses.append(part_lse)
     if plan.order is None:
-        return torch.cat(parts), torch.cat(part_lses)
+        return torch.cat(parts).squeeze(1), torch.cat(part_lses).squeeze(1)
     state = queries.new_zeros((plan.total, group, HEAD_DIM))
     lse = queries.new_full((plan.total, group), -torch.inf)
     if parts:
-        state.index_copy_(0, plan.order, torch.cat(parts))
-        lse.index_copy_(0, plan.order, torch.cat(part_lses))
+        state.index_copy_(0, plan.order, torch.cat(parts).squeeze(1))
+        lse.index_copy_(0, plan.order, torch.cat(part_lses).squeeze(1))
     if plan.per_row == 1:
         return state, lse
     shape = (rows, plan.per_row, group)
     return merge_stacked_states(state.view(*shape, HEAD_DIM), lse.view(shape), dim=1)
+
+
+def _segment_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Output and LSE of each segment, its arithmetic the same however many there are.
+
+    torch shares the segments out among its threads, and each thread multiplies matrices alone. A single segment would
+    be multiplied by all threads together, with sums in another order: it is computed twice, side by side.
+    """
+    single = len(q) == 1 and torch.get_num_threads() > 1
+    if single:
+        q, k, v = (t.expand(2, -1, -1, -1) for t in (q, k, v))
+    # The public scaled_dot_product_attention ends here too, but keeps the LSE to itself.
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, scale=scale)
+    return (out[:1], lse[:1]) if single else (out, lse)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...contract import BLOCK_SIZE, HEAD_DIM, SCALE_GROUP, SCALES_PER_ROW, DecodeProblem, KVFormat, ScaleLayout
-from .plan import SegmentPlan
+from .plan import SEGMENT_BLOCKS, SegmentPlan
 
 _TILE_ROWS = 128
 _TILE_BYTES = _TILE_ROWS * SCALES_PER_ROW
@@ -53,12 +53,17 @@ class Indexed:
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """The parts of a reader's buffers that a chunk of one shape uses."""
+    """The parts of a reader's buffers that a chunk of one shape uses.
+
+    Attributes:
+        items: where `index_select` puts K and V.
+        steps: the chunk cut for widening, each ``(raw, scratch, wide)``.
+        wide: all of the widened chunk, ``(segments, K or V, rows * 128)``.
+        result: K and V of it, ``(segments, 1, rows, 128)``.
+    """
 
     items: tuple[Tensor, Tensor]
-    raw: Tensor
-    lanes: Tensor
-    sign: Tensor
+    steps: list[tuple[Tensor, list[Tensor], Tensor]]
     wide: Tensor
     result: tuple[Tensor, Tensor]
 
@@ -97,22 +102,20 @@ class KeyValueReader:
     def _allocate(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self._raw = torch.empty(rows * self._width, dtype=dtype, device=device)
         self._wide = torch.empty(rows * HEAD_DIM, dtype=torch.float32, device=device)
-        self._lanes = self._sign = torch.empty(0, device=device)
-        if self._format is KVFormat.FP8:
-            self._lanes = torch.empty(self._raw.shape, dtype=torch.int16, device=device)
-        elif self._format is KVFormat.NVFP4:
-            self._lanes = torch.empty(self._raw.shape, dtype=torch.int32, device=device)
-            self._sign = torch.empty_like(self._lanes)
+        # Scratch of one segment per thread: what a thread has written there is still in its cache at the next step.
+        self._step = torch.get_num_threads()
+        size = min(rows, 2 * self._step * SEGMENT_BLOCKS * BLOCK_SIZE) * self._width
+        dtypes = {KVFormat.FP8: [torch.int16], KVFormat.NVFP4: [torch.int32] * 2}.get(self._format, [])
+        self._scratch = [torch.empty(size, dtype=d, device=device) for d in dtypes]
 
     def load_plan(self, plan: SegmentPlan) -> None:
         """Turn the plan's places into indices; `read` then takes ranges of its segments."""
         self._plan = plan
-        steps: dict[tuple[int, int], Tensor] = {}
-        for source in self._blocks:
-            key = (source.place_step, source.head_step)
-            if key not in steps:
-                steps[key] = source.index(plan.place, plan.head)
-        self._index = [steps[source.place_step, source.head_step] for source in self._blocks]
+        self._index: list[Tensor] = []
+        for i, source in enumerate(self._blocks):
+            first = self._blocks[0]
+            same = i > 0 and (source.place_step, source.head_step) == (first.place_step, first.head_step)
+            self._index.append(self._index[0] if same else source.index(plan.place, plan.head))
 
     def read(self, begin: int, end: int, keys: int) -> tuple[Tensor, Tensor]:
         """K and V of segments `begin` to `end` of the plan, each ``(segments, 1, keys, 128)`` float32.
@@ -120,16 +123,21 @@ class KeyValueReader:
         Each segment has `keys` visible keys. The result is valid until the next `read`.
         """
         blocks = -(-keys // BLOCK_SIZE)
-        place, head = self._plan.place[begin:end, :blocks], self._plan.head[begin:end]
         if not self._paged:
+            place = self._plan.place[begin:end, :blocks]
             inside = bool(self._blocks) and int(place.min()) >= 0 and int(place.max()) <= self._flat_rows - BLOCK_SIZE
             if not inside:
                 return self._read_rows(begin, end, keys)
         buffers = self._part(end - begin, blocks * BLOCK_SIZE, in_blocks=True)
-        for source, index, out in zip(self._blocks, self._index, buffers.items, strict=True):
-            torch.index_select(source.items, 0, index[begin:end, :blocks].reshape(-1), out=out)
-        self._widen(buffers)
+        k_index, v_index = self._index
+        index = k_index[begin:end, :blocks].reshape(-1)
+        any_nan = self._gather(self._blocks[0], index, buffers.items[0])
+        if v_index is not k_index:
+            index = v_index[begin:end, :blocks].reshape(-1)
+        any_nan |= self._gather(self._blocks[1], index, buffers.items[1])
+        self._widen(buffers, any_nan)
         if self._scales is not None:
+            place, head = self._plan.place[begin:end, :blocks], self._plan.head[begin:end]
             self._scales.apply(buffers.wide, place, head, whole_blocks=True)
         k, v = buffers.result
         return (k, v) if blocks * BLOCK_SIZE == keys else (k[:, :, :keys], v[:, :, :keys])
@@ -139,12 +147,18 @@ class KeyValueReader:
         head = self._plan.head[begin:end]
         rows = _visible_rows(self._plan.place[begin:end], keys)
         buffers = self._part(end - begin, keys, in_blocks=False)
+        any_nan = False
         for source, out in zip(self._rows, buffers.items, strict=True):
-            torch.index_select(source.items, 0, source.index(rows, head).view(-1), out=out)
-        self._widen(buffers)
+            any_nan |= self._gather(source, source.index(rows, head).view(-1), out)
+        self._widen(buffers, any_nan)
         if self._scales is not None:
             self._scales.apply(buffers.wide, rows, head, whole_blocks=False)
         return buffers.result
+
+    def _gather(self, source: Indexed, index: Tensor, out: Tensor) -> bool:
+        """Whether there is a NaN among gathered e4m3 bytes: looked up now, while they are in the processor's cache."""
+        torch.index_select(source.items, 0, index, out=out)
+        return self._format is KVFormat.FP8 and has_nan_e4m3(out)
 
     def _part(self, segments: int, rows: int, *, in_blocks: bool) -> _Buffers:
         """Buffers for `segments` segments of `rows` rows; cut once per shape, for chunks are mostly alike."""
@@ -154,22 +168,25 @@ class KeyValueReader:
             raw = self._raw[: 2 * segments * rows * self._width].view(2, segments, -1)
             item = (-1, BLOCK_SIZE, self._width) if in_blocks else (-1, self._width)
             wide = self._wide[: 2 * segments * rows * HEAD_DIM].view(segments, 2, -1)
-            lanes, sign = (
-                t[: raw.numel()].view(segments, 2, -1) if t.numel() else t for t in (self._lanes, self._sign)
-            )
+            steps = []
+            # bf16 and fp16 take one pass and no scratch.
+            for raw_step, wide_step in zip(
+                *(t.split(self._step if self._scratch else segments) for t in (raw.transpose(0, 1), wide)), strict=True
+            ):
+                steps.append((raw_step, [t[: raw_step.numel()].view(raw_step.shape) for t in self._scratch], wide_step))
             kv = wide.view(segments, 2, rows, HEAD_DIM)
-            items = raw[0].view(item), raw[1].view(item)
-            buffers = _Buffers(items, raw.transpose(0, 1), lanes, sign, wide, (kv[:, :1], kv[:, 1:]))
+            buffers = _Buffers((raw[0].view(item), raw[1].view(item)), steps, wide, (kv[:, :1], kv[:, 1:]))
             self._shapes[key] = buffers
         return buffers
 
-    def _widen(self, buffers: _Buffers) -> None:
-        if self._format is KVFormat.FP8:
-            widen_e4m3(buffers.raw, buffers.lanes, buffers.wide)
-        elif self._format is KVFormat.NVFP4:
-            widen_e2m1(buffers.raw, buffers.lanes, buffers.sign, buffers.wide)
-        else:
-            buffers.wide.copy_(buffers.raw)
+    def _widen(self, buffers: _Buffers, any_nan: bool) -> None:
+        for raw, scratch, wide in buffers.steps:
+            if self._format is KVFormat.FP8:
+                widen_e4m3(raw, scratch[0], wide, any_nan=any_nan)
+            elif self._format is KVFormat.NVFP4:
+                widen_e2m1(raw, scratch[0], scratch[1], wide)
+            else:
+                wide.copy_(raw)
 
 
 class _BlockScales:
@@ -235,17 +252,22 @@ def _visible_rows(place: Tensor, keys: int) -> Tensor:
     return rows.gather(1, order)[:, :keys]
 
 
-def widen_e4m3(raw: Tensor, lanes: Tensor, wide: Tensor) -> None:
+def has_nan_e4m3(raw: Tensor) -> bool:
+    """Whether one of the e4m3 bytes `raw` is 0x7F or 0xFF."""
+    return int(raw.view(torch.int8).amax()) == 0x7F or int(raw.amax()) == 0xFF
+
+
+def widen_e4m3(raw: Tensor, lanes: Tensor, wide: Tensor, *, any_nan: bool | None = None) -> None:
     """e4m3 bytes to float32 times 2**-8: sign and the other seven bits go where float16 has them.
 
-    Exact for every finite byte, subnormals included; the two NaN bytes give NaN. `lanes` is int16 scratch.
+    Exact for every finite byte, subnormals included; the two NaN bytes give NaN. `lanes` is int16 scratch. `any_nan`
+    is `has_nan_e4m3` of the bytes, or True, where the caller knows it.
     """
-    signed = raw.view(torch.int8)
-    lanes.copy_(signed)  # extends the sign
+    lanes.copy_(raw.view(torch.int8))  # extends the sign
     lanes.mul_(128).bitwise_and_(-0x4001)  # torch's int16 multiply is faster than its shift
     wide.copy_(lanes.view(torch.float16))
-    # float16 has no NaN at these bits. These two reductions over bytes are a fifteenth of a call.
-    if int(signed.amax()) == 0x7F or int(raw.amax()) == 0xFF:
+    # float16 has no NaN at these bits.
+    if has_nan_e4m3(raw) if any_nan is None else any_nan:
         wide.masked_fill_(raw.bitwise_and(0x7F) == 0x7F, torch.nan)
 
 
