@@ -66,7 +66,9 @@ struct Softmax {
       added[r] = 0.f;
 #pragma unroll
       for (int n = 0; n < KEY_TILES; n++) {
-        const float a = exp2_approx(fmaf(s[n][2 * r], scale[r], -from)), b = exp2_approx(fmaf(s[n][2 * r + 1], scale[r], -from));
+        // Not fused: the largest score must give exactly 0 here, also where float32 is coarser than 1 (scores of 1e14).
+        const float a = exp2_approx(__fmul_rn(s[n][2 * r], scale[r]) - from);
+        const float b = exp2_approx(__fmul_rn(s[n][2 * r + 1], scale[r]) - from);
         added[r] += a + b;
         store_shared((weights ^ (n << 4)) + 8 * r * WEIGHT_PITCH, pack_product(a, b));
       }
