@@ -1,0 +1,285 @@
+"""Plans of the CUDA engine: pure functions of shapes and device facts, so every rule is held here without a GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from msa_ops.contract import BLOCK_SIZE, KVFormat, ScaleLayout
+from msa_ops.engines.cuda import launch, plan
+from msa_ops.engines.cuda.plan import (
+    MAX_GRID,
+    ROW_TILE,
+    SERVED_FORMATS,
+    SHARED_PER_BLOCK,
+    ClusterRoom,
+    Combine,
+    DeviceFacts,
+    LaunchPlan,
+    Shape,
+    Variant,
+    choose_variant,
+    make_plan,
+    typical_room,
+)
+
+CAPABILITIES = list(SHARED_PER_BLOCK)
+WITHOUT_CLUSTERS = [c for c in CAPABILITIES if c < (9, 0)]
+WITH_CLUSTERS = [c for c in CAPABILITIES if c >= (9, 0)]
+MULTIPROCESSORS = (1, 16, 84, 132, 188)
+TOKENS = (1, 2, 7, 16, 33, 64, 132, 133, 264, 265, 1000, 70_000)
+HEADS = ((1, 1), (1, 16), (4, 16), (2, 20), (8, 1), (1, 128))
+"""KV heads and query heads of each."""
+
+every_capability = pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda c: f"{c[0]}.{c[1]}")
+
+
+def shape(
+    kv_format: KVFormat = KVFormat.FP8, tokens: int = 1, kv_heads: int = 4, group: int = 16, topk: int = 16
+) -> Shape:
+    return Shape(kv_format, ScaleLayout.NONE, tokens, kv_heads, group, topk)
+
+
+def shapes() -> Iterator[Shape]:
+    for kv_format, tokens, (kv_heads, group), topk, fused in itertools.product(
+        SERVED_FORMATS, TOKENS, HEADS, (1, 2, 16, 33, 4096), (None, True, False)
+    ):
+        yield dataclasses.replace(shape(kv_format, tokens, kv_heads, group, topk), force_fused=fused)
+
+
+def usual_room(s: Shape, facts: DeviceFacts) -> ClusterRoom:
+    variant = choose_variant(s.kv_format, s.scale_layout, facts)
+    return typical_room(facts, variant) if facts.has_clusters else ()
+
+
+def planned(s: Shape, facts: DeviceFacts, room: ClusterRoom | None = None) -> LaunchPlan:
+    return make_plan(s, facts, usual_room(s, facts) if room is None else room)
+
+
+def tiles(s: Shape, p: LaunchPlan) -> int:
+    return s.topk * (BLOCK_SIZE // p.variant.tile)
+
+
+def slots(facts: DeviceFacts, variant: Variant) -> int:
+    return facts.multiprocessors * plan.blocks_per_multiprocessor(variant, facts)
+
+
+@every_capability
+def test_every_plan_can_be_launched(capability: tuple[int, int]) -> None:
+    """Memory, grid, cluster and splits of every plan are within the device's limits, whatever the shape."""
+    built = set(plan.variants(capability))
+    for multiprocessors in MULTIPROCESSORS:
+        facts = DeviceFacts.of_capability(capability, multiprocessors)
+        for s in shapes():
+            p = planned(s, facts)
+            assert p.variant in built, "a call may ask for prebuilt variants alone"
+            assert p.variant.threads <= 1024
+            shared = p.variant.dynamic_bytes(p.combine) + p.variant.static_shared_bytes
+            assert shared <= facts.shared_per_block, (s, p)
+            assert p.variant.dynamic_bytes(p.combine) <= p.variant.shared_bytes, "the limit that launch.py asks for"
+            assert 1 <= p.splits <= tiles(s, p), "a block without a tile"
+            assert p.blocks % p.splits == 0 and 1 <= p.blocks <= min(s.items * p.splits, MAX_GRID)
+            assert (p.combine is Combine.NONE) == (p.splits == 1)
+            if p.combine is Combine.CLUSTER:
+                assert p.splits in (2, 4, 8, 16) and p.splits <= facts.max_cluster
+                assert p.blocks == s.items * p.splits, "a cluster serves one item"
+            assert p.why
+
+
+@every_capability
+def test_a_persistent_grid_is_resident_at_once(capability: tuple[int, int]) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    for s in shapes():
+        p = planned(s, facts)
+        if p.combine is Combine.NONE:
+            assert p.blocks == min(s.items, slots(facts, p.variant))
+        per_block = p.variant.shared_bytes + p.variant.static_shared_bytes + plan.SYSTEM_SHARED
+        assert plan.blocks_per_multiprocessor(p.variant, facts) * per_block <= facts.shared_per_multiprocessor
+
+
+@every_capability
+def test_variants_are_few_and_have_names_of_their_own(capability: tuple[int, int]) -> None:
+    variants = plan.variants(capability)
+    assert 0 < len(variants) <= 130
+    assert len({v.name for v in variants}) == len(variants) == len({v.defines for v in variants})
+    assert {v.kv_format for v in variants} == set(SERVED_FORMATS)
+
+
+def test_an_unknown_capability_is_named() -> None:
+    with pytest.raises(ValueError, match=r"compute capability must be one of 8\.0, .*12\.1, got 7\.5"):
+        plan.variants((7, 5))
+
+
+@every_capability
+@pytest.mark.parametrize("layout", [ScaleLayout.TILED, ScaleLayout.PLANAR])
+def test_nvfp4_has_room(capability: tuple[int, int], layout: ScaleLayout) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    variant = choose_variant(KVFormat.NVFP4, layout, facts)
+    assert variant.shared_bytes + variant.static_shared_bytes <= facts.shared_per_block
+    assert ("planar" in variant.name) == (layout is ScaleLayout.PLANAR)
+
+
+@every_capability
+@pytest.mark.parametrize("kv_format", SERVED_FORMATS)
+def test_the_usual_variant_is_resident_as_often_as_its_registers_allow(
+    capability: tuple[int, int], kv_format: KVFormat
+) -> None:
+    """Registers are held down for `min_blocks`; less shared memory than that would waste them."""
+    facts = DeviceFacts.of_capability(capability)
+    variant = choose_variant(kv_format, ScaleLayout.NONE, facts)
+    assert plan.blocks_per_multiprocessor(variant, facts) == variant.min_blocks
+    roomy = dataclasses.replace(facts, shared_per_block=10**6, shared_per_multiprocessor=10**7)
+    assert choose_variant(kv_format, ScaleLayout.NONE, roomy).stages >= variant.stages
+
+
+def test_too_little_shared_memory_is_an_error_and_no_wrong_launch() -> None:
+    with pytest.raises(AssertionError, match="no variant"):
+        choose_variant(KVFormat.BF16, ScaleLayout.NONE, DeviceFacts((8, 0), 10, 48 << 10, 64 << 10))
+
+
+@every_capability
+def test_plans_are_pure(capability: tuple[int, int]) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    for s in itertools.islice(shapes(), 0, None, 17):
+        again = make_plan.__wrapped__(dataclasses.replace(s), dataclasses.replace(facts), usual_room(s, facts))
+        assert planned(s, facts) == again
+
+
+# --- who splits ---
+
+
+@every_capability
+def test_force_fused_gives_every_batch_the_same_arithmetic(capability: tuple[int, int]) -> None:
+    """A request's bits may then not depend on what else is in the batch: one block an item, one variant."""
+    facts = DeviceFacts.of_capability(capability)
+    for kv_format, topk in itertools.product(SERVED_FORMATS, (1, 16, 4096)):
+        plans = [
+            planned(dataclasses.replace(shape(kv_format, tokens, topk=topk), force_fused=True), facts)
+            for tokens in TOKENS
+        ]
+        assert {(p.variant, p.combine, p.splits) for p in plans} == {(plans[0].variant, Combine.NONE, 1)}
+
+
+@pytest.mark.parametrize("capability", WITH_CLUSTERS)
+def test_clusters_are_asked_for_only_as_far_as_they_fit(capability: tuple[int, int]) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    rooms: list[ClusterRoom] = [
+        usual_room(shape(), facts),
+        ((2, 60), (4, 20), (8, 3), (16, 1)),
+        ((2, 60), (4, 0), (8, 5), (16, 0)),
+        ((2, 0), (4, 0), (8, 0), (16, 0)),
+        (),
+    ]
+    for room, s in itertools.product(rooms, shapes()):
+        p = planned(s, facts, room)
+        if p.combine is not Combine.CLUSTER:
+            continue
+        most = dict(room)[p.splits]
+        assert most > 0, "the driver said that no such cluster can be launched"
+        if s.force_fused is None:
+            assert s.items <= most, "a second wave of clusters costs more than splitting gains"
+
+
+@pytest.mark.parametrize("capability", WITH_CLUSTERS)
+def test_few_items_are_split_and_many_are_not(capability: tuple[int, int]) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    one = planned(shape(kv_heads=1), facts)
+    assert (one.combine, one.splits) == (Combine.CLUSTER, min(16, facts.max_cluster))
+    previous = one.splits
+    for tokens in range(1, 200):
+        p = planned(shape(tokens=tokens, kv_heads=1), facts)
+        assert p.splits <= previous, "more items are never split further"
+        previous = p.splits
+    assert previous == 1
+
+
+@pytest.mark.parametrize("capability", WITHOUT_CLUSTERS)
+def test_without_clusters_few_items_go_through_scratch(capability: tuple[int, int]) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    one = planned(shape(kv_heads=1), facts)
+    assert (one.combine, one.splits) == (Combine.SCRATCH, 16)
+    for tokens in TOKENS:
+        s = shape(tokens=tokens)
+        p = planned(s, facts)
+        assert p.combine in (Combine.NONE, Combine.SCRATCH)
+        if s.items >= slots(facts, p.variant):
+            assert p.combine is Combine.NONE
+        else:
+            assert p.blocks <= slots(facts, p.variant), "splits fill the device once"
+
+
+@every_capability
+def test_force_fused_false_splits_as_far_as_the_device_allows(capability: tuple[int, int]) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    for kv_format, tokens, topk in itertools.product(SERVED_FORMATS, TOKENS, (1, 2, 3, 16, 100)):
+        s = dataclasses.replace(shape(kv_format, tokens, topk=topk), force_fused=False)
+        p = planned(s, facts)
+        if facts.has_clusters:
+            most = max((n for n in (2, 4, 8, 16) if n <= min(tiles(s, p), facts.max_cluster)), default=1)
+        else:
+            most = min(tiles(s, p), 64)
+        assert p.splits == most, (s, p)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (12, 0)])
+def test_a_forced_combine_is_taken(capability: tuple[int, int]) -> None:
+    facts = DeviceFacts.of_capability(capability)
+    for s in shapes():
+        for combine in Combine:
+            forced = dataclasses.replace(s, combine=combine)
+            if combine is Combine.CLUSTER and not facts.has_clusters:
+                with pytest.raises(ValueError, match=r"MSA_OPS_COMBINE=cluster needs compute capability 9\.0"):
+                    planned(forced, facts)
+                continue
+            p = planned(forced, facts)
+            # One tile cannot be split.
+            assert p.combine is (combine if tiles(s, p) > 1 else Combine.NONE), (forced, p)
+
+
+def test_scratch_holds_every_partial_row() -> None:
+    values, state = plan.scratch_elements(shape(tokens=3, kv_heads=2, group=20), splits=5)
+    rows = 3 * 2 * 2 * 5 * ROW_TILE  # a group of 20 takes two row tiles
+    assert (values, state) == (rows * 128, rows * 2)
+
+
+def test_items_count_row_tiles() -> None:
+    assert [shape(tokens=5, kv_heads=3, group=g).items for g in (1, 16, 17, 32, 33)] == [15, 15, 30, 30, 45]
+
+
+# --- what the environment forces ---
+
+
+def test_forced_values_are_read_and_bad_ones_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, combine in (
+        ("", None),
+        ("none", Combine.NONE),
+        ("Cluster", Combine.CLUSTER),
+        ("SCRATCH", Combine.SCRATCH),
+    ):
+        monkeypatch.setenv("MSA_OPS_COMBINE", text)
+        assert launch._forced_combine() is combine
+    monkeypatch.setenv("MSA_OPS_COMBINE", "clusters")
+    with pytest.raises(ValueError, match="MSA_OPS_COMBINE must be none, cluster or scratch, got 'clusters'"):
+        launch._forced_combine()
+    monkeypatch.setenv("MSA_OPS_PLAN", "1,4,128,3,2,8,0")
+    assert launch._forced_plan() == (1, 4, 128, 3, 2, 8, 0)
+    for text in ("1,4,128", "1,4,128,3,2,8,x"):
+        monkeypatch.setenv("MSA_OPS_PLAN", text)
+        with pytest.raises(ValueError, match=r"MSA_OPS_PLAN must be groups,warps"):
+            launch._forced_plan()
+
+
+def test_a_forced_plan_is_taken_and_a_wrong_grid_refused() -> None:
+    facts = DeviceFacts.of_capability((9, 0))
+    s = dataclasses.replace(shape(tokens=10), override=(1, 4, 64, 2, 1, 4, 0))
+    p = planned(s, facts)
+    assert (p.variant.tile, p.combine, p.splits, p.blocks) == (64, Combine.CLUSTER, 4, 160)
+    with pytest.raises(ValueError, match="blocks must be 0 for a cluster"):
+        planned(dataclasses.replace(s, override=(1, 4, 64, 2, 1, 4, 80)), facts)
+    scratch = dataclasses.replace(s, combine=Combine.SCRATCH, override=(1, 4, 64, 2, 1, 4, 80))
+    assert planned(scratch, facts).blocks == 80
+    with pytest.raises(ValueError, match="a multiple of splits = 4, got 82"):
+        planned(dataclasses.replace(scratch, override=(1, 4, 64, 2, 1, 4, 82)), facts)
