@@ -56,12 +56,14 @@ class _Buffers:
     """The parts of a reader's buffers that a chunk of one shape uses.
 
     Attributes:
-        items: where `index_select` puts K and V.
+        raw: gathered K and V, one after the other.
+        items: the same, where `index_select` puts K and V.
         steps: the chunk cut for widening, each ``(raw, scratch, wide)``.
         wide: all of the widened chunk, ``(segments, K or V, rows * 128)``.
         result: K and V of it, ``(segments, 1, rows, 128)``.
     """
 
+    raw: Tensor
     items: tuple[Tensor, Tensor]
     steps: list[tuple[Tensor, list[Tensor], Tensor]]
     wide: Tensor
@@ -131,11 +133,11 @@ class KeyValueReader:
         buffers = self._part(end - begin, blocks * BLOCK_SIZE, in_blocks=True)
         k_index, v_index = self._index
         index = k_index[begin:end, :blocks].reshape(-1)
-        any_nan = self._gather(self._blocks[0], index, buffers.items[0])
+        torch.index_select(self._blocks[0].items, 0, index, out=buffers.items[0])
         if v_index is not k_index:
             index = v_index[begin:end, :blocks].reshape(-1)
-        any_nan |= self._gather(self._blocks[1], index, buffers.items[1])
-        self._widen(buffers, any_nan)
+        torch.index_select(self._blocks[1].items, 0, index, out=buffers.items[1])
+        self._widen(buffers)
         if self._scales is not None:
             place, head = self._plan.place[begin:end, :blocks], self._plan.head[begin:end]
             self._scales.apply(buffers.wide, place, head, whole_blocks=True)
@@ -147,18 +149,12 @@ class KeyValueReader:
         head = self._plan.head[begin:end]
         rows = _visible_rows(self._plan.place[begin:end], keys)
         buffers = self._part(end - begin, keys, in_blocks=False)
-        any_nan = False
         for source, out in zip(self._rows, buffers.items, strict=True):
-            any_nan |= self._gather(source, source.index(rows, head).view(-1), out)
-        self._widen(buffers, any_nan)
+            torch.index_select(source.items, 0, source.index(rows, head).view(-1), out=out)
+        self._widen(buffers)
         if self._scales is not None:
             self._scales.apply(buffers.wide, rows, head, whole_blocks=False)
         return buffers.result
-
-    def _gather(self, source: Indexed, index: Tensor, out: Tensor) -> bool:
-        """Whether there is a NaN among gathered e4m3 bytes: looked up now, while they are in the processor's cache."""
-        torch.index_select(source.items, 0, index, out=out)
-        return self._format is KVFormat.FP8 and has_nan_e4m3(out)
 
     def _part(self, segments: int, rows: int, *, in_blocks: bool) -> _Buffers:
         """Buffers for `segments` segments of `rows` rows; cut once per shape, for chunks are mostly alike."""
@@ -168,18 +164,21 @@ class KeyValueReader:
             raw = self._raw[: 2 * segments * rows * self._width].view(2, segments, -1)
             item = (-1, BLOCK_SIZE, self._width) if in_blocks else (-1, self._width)
             wide = self._wide[: 2 * segments * rows * HEAD_DIM].view(segments, 2, -1)
+            # A thread's share of every operation is the same run of segments, so a step takes one from each run. bf16
+            # and fp16 take one pass and no scratch.
+            count = -(-segments // self._step) if self._scratch else 1
             steps = []
-            # bf16 and fp16 take one pass and no scratch.
-            for raw_step, wide_step in zip(
-                *(t.split(self._step if self._scratch else segments) for t in (raw.transpose(0, 1), wide)), strict=True
-            ):
-                steps.append((raw_step, [t[: raw_step.numel()].view(raw_step.shape) for t in self._scratch], wide_step))
+            for i in range(count):
+                part, wide_part = raw.transpose(0, 1)[i::count], wide[i::count]
+                steps.append((part, [t[: part.numel()].view(part.shape) for t in self._scratch], wide_part))
             kv = wide.view(segments, 2, rows, HEAD_DIM)
-            buffers = _Buffers((raw[0].view(item), raw[1].view(item)), steps, wide, (kv[:, :1], kv[:, 1:]))
+            buffers = _Buffers(raw, (raw[0].view(item), raw[1].view(item)), steps, wide, (kv[:, :1], kv[:, 1:]))
             self._shapes[key] = buffers
         return buffers
 
-    def _widen(self, buffers: _Buffers, any_nan: bool) -> None:
+    def _widen(self, buffers: _Buffers) -> None:
+        # First, while the bytes are still in the processor's caches.
+        any_nan = self._format is KVFormat.FP8 and has_nan_e4m3(buffers.raw)
         for raw, scratch, wide in buffers.steps:
             if self._format is KVFormat.FP8:
                 widen_e4m3(raw, scratch[0], wide, any_nan=any_nan)

@@ -139,7 +139,7 @@ def _ascending_once(ids: Tensor, used: Tensor, place: Tensor) -> tuple[Tensor, T
 
 
 def _cut(keys: Tensor, place: Tensor) -> SegmentPlan:
-    tokens, kv_heads, topk = keys.shape
+    _, kv_heads, topk = keys.shape
     blocks = min(topk, SEGMENT_BLOCKS)
     per_row = -(-topk // blocks)
     if per_row * blocks != topk:
@@ -150,7 +150,7 @@ def _cut(keys: Tensor, place: Tensor) -> SegmentPlan:
     counts = sums.tolist()
     total = len(counts)
     if per_row == 1 and min(counts) == max(counts) > 0:
-        head = torch.arange(kv_heads, device=keys.device).repeat(tokens)
+        head = torch.arange(total, device=keys.device).remainder_(kv_heads)
         return SegmentPlan(counts, place, head[:, None], None, total, 1)
     sums, order = sums.sort(descending=True, stable=True)
     nonempty = total - counts.count(0)
