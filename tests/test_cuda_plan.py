@@ -218,9 +218,9 @@ def test_force_fused_false_splits_as_far_as_the_device_allows(capability: tuple[
         s = dataclasses.replace(shape(kv_format, tokens, topk=topk), force_fused=False)
         p = planned(s, facts)
         if facts.has_clusters:
-            most = max((n for n in (2, 4, 8, 16) if n <= min(tiles(s, p), facts.max_cluster)), default=1)
+            most = max((n for n in (2, 4, 8, 16) if n <= min(topk, facts.max_cluster)), default=1)
         else:
-            most = min(tiles(s, p), 64)
+            most = min(topk, 64)
         assert p.splits == most, (s, p)
 
 
@@ -283,3 +283,18 @@ def test_a_forced_plan_is_taken_and_a_wrong_grid_refused() -> None:
     assert planned(scratch, facts).blocks == 80
     with pytest.raises(ValueError, match="a multiple of splits = 4, got 82"):
         planned(dataclasses.replace(scratch, override=(1, 4, 64, 2, 1, 4, 82)), facts)
+
+
+def test_a_long_selection_of_few_items_goes_past_a_cluster() -> None:
+    facts = DeviceFacts.of_capability((9, 0))
+    long = planned(shape(tokens=1, kv_heads=4, topk=4096), facts)
+    assert (long.combine, long.splits) == (Combine.SCRATCH, 64)
+    assert planned(shape(tokens=1, kv_heads=4, topk=16), facts).combine is Combine.CLUSTER
+
+
+@pytest.mark.parametrize(
+    "override", [(2, 4, 128, 2, 1, 1, 0), (1, 4, 128, 3, 2, 3, 0), (1, 4, 128, 3, 2, 0, 0), (1, 4, 128, 3, 2, 1, -1)]
+)
+def test_a_forced_plan_that_cannot_run_is_refused(override: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="MSA_OPS_PLAN"):
+        planned(dataclasses.replace(shape(tokens=1), override=override), DeviceFacts.of_capability((9, 0)))

@@ -41,7 +41,7 @@ from .plan import (
 
 _LOG2_E = math.log2(math.e)
 _PARAMS = struct.Struct(
-    "128s128s15Q18q2f12I12i16x"
+    "128s128s15Q18q2f12I11i20x"
 )  # struct Params of kernels/params.cuh, padded to its 64-byte alignment
 _QUERY_TYPE = {torch.bfloat16: 0, torch.float16: 1, FP8: 2}
 _PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
@@ -468,7 +468,7 @@ class _Launcher:
             p.softmax_scale * _LOG2_E, p.output_scale,
             *divisor(shape.kv_heads), *divisor(shape.row_tiles), *divisor(p.seqlen_q), *divisor(plan.splits),
             shape.group, shape.topk, width, shape.items, plan.combine, _QUERY_TYPE[q.dtype], _PARTIAL_TYPE[p.partial_dtype],
-            offset or 0, offset is not None, p.causal, plan.evict_first, paged,
+            offset or 0, offset is not None, p.causal, paged,
         )  # fmt: skip
 
     def launch(

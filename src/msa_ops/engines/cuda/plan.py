@@ -167,7 +167,6 @@ class LaunchPlan:
     combine: Combine
     splits: int
     blocks: int
-    evict_first: bool
     why: str
 
 
@@ -222,12 +221,12 @@ def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom) -> LaunchPlan
     slots = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
     combine, splits, why = _split(shape, variant, facts, room, slots)
     if combine is not Combine.NONE:
-        return LaunchPlan(variant, combine, splits, shape.items * splits, True, why)
+        return LaunchPlan(variant, combine, splits, shape.items * splits, why)
     half = facts.multiprocessors // 2
     wide = wide_variant(shape.kv_format, shape.scale_layout, facts)
     if wide is not None and half < shape.items <= facts.multiprocessors and shape.force_fused is None:
-        return LaunchPlan(wide, combine, 1, shape.items, True, f"{why}; one item a multiprocessor, two groups")
-    return LaunchPlan(variant, combine, 1, min(shape.items, slots), True, why)
+        return LaunchPlan(wide, combine, 1, shape.items, f"{why}; one item a multiprocessor, two groups")
+    return LaunchPlan(variant, combine, 1, min(shape.items, slots), why)
 
 
 def _overridden(shape: Shape) -> LaunchPlan:
@@ -235,12 +234,16 @@ def _overridden(shape: Shape) -> LaunchPlan:
     *config, splits, blocks = shape.override
     variant = Variant(shape.kv_format, shape.scale_layout, *config)
     combine = Combine.NONE if splits == 1 else shape.combine or Combine.CLUSTER
+    if variant.groups >= variant.stages or splits < 1 or blocks < 0:
+        raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
+    if combine is Combine.CLUSTER and splits not in CLUSTER_SIZES:
+        raise ValueError(f"MSA_OPS_PLAN: a cluster has 2, 4, 8 or 16 blocks, got splits = {splits}")
     # A cluster serves one item, and every block of a smaller grid must keep its place among an item's blocks.
     if splits > 1 and blocks and (combine is Combine.CLUSTER or blocks % splits):
         raise ValueError(
             f"MSA_OPS_PLAN: blocks must be 0 for a cluster and a multiple of splits = {splits}, got {blocks}"
         )
-    return LaunchPlan(variant, combine, splits, min(shape.items * splits, blocks or MAX_GRID), True, "MSA_OPS_PLAN")
+    return LaunchPlan(variant, combine, splits, min(shape.items * splits, blocks or MAX_GRID), "MSA_OPS_PLAN")
 
 
 def _split(
@@ -259,17 +262,20 @@ def _split(
         )
     if facts.has_clusters and shape.combine is not Combine.SCRATCH:
         if shape.force_fused is False or shape.combine is Combine.CLUSTER:
-            splits = max((size for size, many in room if size <= tiles and many), default=1)
+            most = tiles if shape.combine is Combine.CLUSTER else shape.topk
+            splits = max((size for size, many in room if size <= most and many), default=1)
             if splits == 1:
-                return Combine.NONE, 1, "asked to split: one tile, or no cluster that this device can hold"
+                return Combine.NONE, 1, "asked to split: one block, or no cluster that this device can hold"
             return Combine.CLUSTER, splits, f"asked to split: the largest cluster, {splits} blocks an item"
         fitting = [
             n for n, many in room if n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors
         ]
         splits = max(fitting, default=1)
-        combine = Combine.CLUSTER if splits > 1 else Combine.NONE
-        return combine, splits, f"{shape.items} items on {facts.multiprocessors} multiprocessors"
-    wanted = tiles if shape.force_fused is False else slots // max(1, shape.items)
+        # A long selection of few items is worth more blocks than a cluster has.
+        if tiles < _LONG_SHARE * splits or 2 * shape.items * splits > facts.multiprocessors:
+            combine = Combine.CLUSTER if splits > 1 else Combine.NONE
+            return combine, splits, f"{shape.items} items on {facts.multiprocessors} multiprocessors"
+    wanted = shape.topk if shape.force_fused is False else slots // max(1, shape.items)
     if shape.combine is Combine.SCRATCH:
         wanted = max(2, wanted)
     splits = max(1, min(wanted, tiles, _MOST_SPLITS, MAX_GRID // max(1, shape.items)))
@@ -278,6 +284,8 @@ def _split(
     return Combine.SCRATCH, splits, f"{shape.items} items on {slots} block slots, partial results in memory"
 
 
+_LONG_SHARE = 32
+"""Tiles of one block from which on partial results in memory and a second kernel (about 3 us) cost less than few blocks."""
 _MOST_SPLITS = 64
 """Beyond this many partial results of an item, merging them costs more than more blocks gain."""
 

@@ -69,11 +69,11 @@ DEVICE void copy_chunk(u32 to, const u8 *from, u32 bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
 
-DEVICE u64 l2_policy(bool evict_first) {
-  u64 first, normal;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
-  return evict_first ? first : normal;
+// K and V are read once: their lines leave L2 before any other. (Also what keeps a deep ring from crowding L2: kernel-notes.)
+DEVICE u64 l2_evict_first() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
 }
 
 #ifndef HAS_CLUSTER

@@ -19,7 +19,7 @@ struct Shared {
   alignas(8) float peer_state[GROUPS * ROWS][2]; // [rank][group][own row], maximum and sum
 };
 
-static_assert(GROUPS <= STAGES, "every group needs a tile of its own");
+static_assert(GROUPS < STAGES, "a group holds a tile while it waits for its next");
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
 
@@ -215,9 +215,11 @@ DEVICE void weigh_tile(Scores &s, const TileInfo &info, Ring &ring, const RingPo
 DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u32 stride, int rank, int lane) {
   RingPosition<STAGES> at;
   const int splits = p.splits.value;
-  const u64 policy = l2_policy(p.evict_first);
+  const u64 policy = l2_evict_first();
   auto copy = [&](const TileSource &tile, int head) {
-    barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1);
+    // One lane waits for all: a lane that lagged by two rounds would see the parity it waits for pass by.
+    if (lane == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1);
+    __syncwarp();
     copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, policy, lane);
     at.advance(1);
   };
@@ -234,7 +236,10 @@ DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u
     int marked = 0;
     for (int base = 0; base < p.topk; base += LIST) {
       int block, lo, hi;
-      const int tiles = selection.blocks(p, base, lane, block, lo, hi) * PER_BLOCK;
+      const int blocks = selection.blocks(p, base, lane, block, lo, hi);
+      // The second half of the list's last block may lie past the token's limit.
+      const bool short_end = PER_BLOCK == 2 && blocks > 0 && __shfl_sync(~0u, hi, blocks - 1) <= TILE;
+      const int tiles = blocks * PER_BLOCK - short_end;
       for (int i = rank; i < tiles; i += splits) {
         const int skip = i % PER_BLOCK * TILE;
         const bool last = base + LIST >= p.topk && i + GROUPS * splits >= tiles;

@@ -38,5 +38,5 @@ struct Params {
   float scale_log2; // softmax scale * log2(e)
   float output_scale;
   Divisor kv_heads, row_tiles, seqlen_q, splits;
-  int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, evict_first, paged;
+  int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, paged;
 };
