@@ -18,6 +18,8 @@ from msa_ops.cli import demo as demo_command
 from msa_ops.cli import demo_report, demo_run
 from msa_ops.cli.demo_model import Choices, build_model, demo_config, step
 from msa_ops.cli.main import SUB_COMMANDS, build_app, main
+from msa_ops.contract import KVFormat
+from msa_ops.engines.cuda import plan
 from msa_ops.integrations.transformers import MSAPagedCache, enable
 from msa_ops.integrations.transformers import attention as attention_module
 
@@ -26,6 +28,11 @@ NO_COLOR = {"NO_COLOR": "1", "TERM": "dumb", "COLUMNS": "100"}
 
 def run(*arguments: str) -> Any:
     return typer.testing.CliRunner().invoke(build_app(), ["demo", *arguments], env=NO_COLOR)
+
+
+def one_line(outcome: Any) -> str:
+    """What a run printed, without line breaks and the frame around errors."""
+    return re.sub(r"[\s│]+", " ", outcome.output)
 
 
 def result(**changes: Any) -> demo_run.ContextResult:
@@ -55,6 +62,7 @@ def test_the_demo_runs_and_writes_what_it_measured(tmp_path: Path) -> None:
     outcome = run("--context", "300,512", "--tokens", "5", "--seed", "3", "--device", "cpu", "--out", str(tmp_path))
     assert outcome.exit_code == 0, outcome.output
     assert "Both paths agree" in outcome.output
+    assert "msa_ops ran on its CPU engine: torch operations on" in one_line(outcome)
     assert (tmp_path / "demo.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     document = json.loads((tmp_path / "demo.json").read_text(encoding="utf-8"))
     assert document["schema_version"] == 1 and document["passed"] and document["seed"] == 3
@@ -68,12 +76,64 @@ def test_the_demo_runs_and_writes_what_it_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8", "nvfp4"])
-def test_the_demo_runs_on_a_gpu(kv_dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kv_dtype", demo_command.KV_DTYPES)
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_the_demo_runs_on_a_gpu(kv_dtype: str, device: str, tmp_path: Path) -> None:
+    """Where the CUDA engine cannot read the cache, auto runs on the CPU and says so, and cuda is refused."""
     outcome = run(
-        "--context", "1K,3K", "--tokens", "8", "--kv-dtype", kv_dtype, "--device", "cuda", "--out", str(tmp_path)
+        "--context", "1K,3K", "--tokens", "8", "--kv-dtype", kv_dtype, "--device", device, "--out", str(tmp_path)
     )
+    said = one_line(outcome)
+    if KVFormat(kv_dtype) in plan.SERVED_FORMATS:
+        assert outcome.exit_code == 0 and "msa_ops ran on its CUDA engine" in said, outcome.output
+    elif device == "auto":
+        assert outcome.exit_code == 0 and "msa_ops ran on its CPU engine" in said, outcome.output
+        assert (
+            f"takes the CPU, although there is a GPU: the CUDA engine of this version does not read {kv_dtype}" in said
+        )
+    else:
+        assert outcome.exit_code == 2 and "Take --device cpu" in said, outcome.output
+
+
+def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(plan, "SERVED_FORMATS", frozenset({KVFormat.BF16, KVFormat.FP8}))
+
+
+@pytest.mark.parametrize(
+    "kv_dtype, capability, lack",
+    [
+        ("bf16", (9, 0), None),
+        ("fp8", (8, 0), None),
+        ("nvfp4", (9, 0), "the CUDA engine of this version does not read nvfp4 caches"),
+        ("bf16", (7, 5), "the CUDA engine needs compute capability 8.0 or newer, this GPU has 7.5"),
+    ],
+)
+def test_a_gpu_that_cannot_serve_the_demo_is_left_aside_and_named(
+    kv_dtype: str, capability: tuple[int, int], lack: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    assert demo_command.choose_device("cpu", kv_dtype) == ("cpu", "")
+    if lack is None:
+        assert all(demo_command.choose_device(device, kv_dtype) == ("cuda", "") for device in ("auto", "cuda"))
+        return
+    chosen, note = demo_command.choose_device("auto", kv_dtype)
+    assert chosen == "cpu" and note == f"--device auto takes the CPU, although there is a GPU: {lack}."
+    with pytest.raises(ValueError, match=rf"--device cuda with --kv-dtype {kv_dtype}: {lack}\. Take --device cpu"):
+        demo_command.choose_device("cuda", kv_dtype)
+
+
+def test_the_demo_says_that_it_left_a_gpu_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = demo_command.check_options(
+        context=["256"], tokens=1, kv_dtype="nvfp4", seed=0, out=tmp_path, text=None, device="cpu"
+    )
+    options = dataclasses.replace(options, device_note="--device auto takes the CPU.")
+    monkeypatch.setattr(demo_command, "check_options", lambda **_: options)
+    outcome = run()
     assert outcome.exit_code == 0, outcome.output
+    assert outcome.output.startswith("--device auto takes the CPU.\n")
+    assert "msa_ops ran on its CPU engine: torch operations on" in one_line(outcome)
 
 
 def test_a_context_beyond_the_selection_reads_sixteen_blocks(tmp_path: Path) -> None:
@@ -153,13 +213,13 @@ def test_contexts_may_be_listed_repeated_and_in_k() -> None:
 def test_wrong_options_are_named_before_anything_runs(arguments: tuple[str, ...], message: str) -> None:
     outcome = run(*arguments)
     assert outcome.exit_code == 2
-    assert message in re.sub(r"[\s│]+", " ", outcome.output)
+    assert message in one_line(outcome)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where torch sees no GPU")
 def test_cuda_is_refused_where_there_is_none() -> None:
     outcome = run("--device", "cuda")
-    assert outcome.exit_code == 2 and "take --device cpu" in re.sub(r"[\s│]+", " ", outcome.output)
+    assert outcome.exit_code == 2 and "take --device cpu" in one_line(outcome)
 
 
 def test_another_text_can_be_read(tmp_path: Path) -> None:

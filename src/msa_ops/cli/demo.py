@@ -37,6 +37,8 @@ class DemoOptions:
     text: bytes
     text_name: str
     device: str
+    device_note: str = ""
+    """Why ``--device auto`` left a GPU aside, as a sentence; empty where it did not."""
 
 
 @app.command()
@@ -68,6 +70,8 @@ def demo(
     except ModuleNotFoundError as error:
         raise SystemExit(f"msa-ops demo needs the package {error.name}: pip install 'msa-ops[demo]'") from None
     console = Console()
+    if options.device_note:
+        console.print(options.device_note, highlight=False)
     report = run_demo(options, console)
     options.out.mkdir(parents=True, exist_ok=True)
     demo_report.write_json(report, options.out / "demo.json")
@@ -84,21 +88,12 @@ def check_options(
     *, context: list[str] | None, tokens: int, kv_dtype: str, seed: int, out: Path, text: Path | None, device: str
 ) -> DemoOptions:
     """Turn the command line's values into `DemoOptions`. Raises `ValueError`, naming the option that is wrong."""
-    import torch
-
     contexts = parse_contexts(context or [DEFAULT_CONTEXTS])
     if tokens < 1:
         raise ValueError(f"--tokens must be at least 1, got {tokens}")
     if kv_dtype not in KV_DTYPES:
         raise ValueError(f"--kv-dtype must be {', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}, got {kv_dtype!r}")
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            "--device cuda needs a CUDA build of torch and an NVIDIA GPU, and torch sees none: take --device cpu"
-        )
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device, note = choose_device(device, kv_dtype)
     if out.exists() and not out.is_dir():
         raise ValueError(f"--out must be a folder, got the file {out}")
     data, name = read_text(text)
@@ -107,7 +102,38 @@ def check_options(
             f"--context {contexts[-1]} needs a text of as many bytes, got {len(data)} from {name}: "
             "give a longer one with --text"
         )
-    return DemoOptions(contexts, tokens, kv_dtype, seed, out, data, name, device)
+    return DemoOptions(contexts, tokens, kv_dtype, seed, out, data, name, device, note)
+
+
+def choose_device(device: str, kv_dtype: str) -> tuple[str, str]:
+    """What ``--device`` means here: "cpu" or "cuda", and a sentence where a GPU is left aside, else an empty one.
+
+    Raises `ValueError` for an unknown device, and for cuda where it cannot serve the demo.
+    """
+    import torch
+
+    from ..contract import KVFormat
+    from ..engines.cuda import plan
+
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}")
+    if device == "cpu":
+        return "cpu", ""
+    if not torch.cuda.is_available():
+        if device == "auto":
+            return "cpu", ""
+        raise ValueError(
+            "--device cuda needs a CUDA build of torch and an NVIDIA GPU, and torch sees none: take --device cpu"
+        )
+    if KVFormat(kv_dtype) not in plan.SERVED_FORMATS:
+        lack = f"the CUDA engine of this version does not read {kv_dtype} caches"
+    elif (capability := torch.cuda.get_device_capability()) < (8, 0):
+        lack = f"the CUDA engine needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
+    else:
+        return "cuda", ""
+    if device == "cuda":
+        raise ValueError(f"--device cuda with --kv-dtype {kv_dtype}: {lack}. Take --device cpu")
+    return "cpu", f"--device auto takes the CPU, although there is a GPU: {lack}."
 
 
 def parse_contexts(values: list[str]) -> tuple[int, ...]:

@@ -53,6 +53,13 @@ def device_name(device: str) -> str:
     return f"{model}, {torch.get_num_threads()} threads"
 
 
+def engine_sentence(device: str) -> str:
+    """Which engine served the sparse calls: calls are served by the device of their tensors."""
+    if device.startswith("cuda"):
+        return f"msa_ops ran on its CUDA engine: its own kernel on {device_name(device)}."
+    return f"msa_ops ran on its CPU engine: torch operations on {device_name(device)}. No GPU was used."
+
+
 def short(context: int) -> str:
     """``16384`` as ``16K``."""
     return f"{context // 1024}K" if context % 1024 == 0 else str(context)
@@ -77,6 +84,7 @@ def print_report(report: DemoReport, console: Console) -> None:
             f"[dim]transformers' path, running freely too, wrote the same first {result.common_prefix} bytes.[/dim]"
         )
     console.print("[dim]The weights are random (seeded): what is shown is decoding, not language.[/dim]\n")
+    console.print(f"{engine_sentence(report.device)}\n", highlight=False)
     console.print(_verdict(report))
 
 
