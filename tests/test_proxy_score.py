@@ -220,6 +220,9 @@ BAD = {
     "few tiles": ({"max_k_tiles": 2}, r"max_k_tiles must lie in 3\.\."),
     "few tokens": ({"max_seqlen_q": 1}, r"max_seqlen_q must lie in 2\.\."),
     "offset": ({"q_offset": torch.zeros(2, dtype=torch.int64)}, "q_offset must be int32"),
+    "0-d table": ({"page_table": torch.tensor(0, dtype=torch.int32)}, r"page_table must have shape .*, got \(\)"),
+    "1-d table": ({"page_table": GOOD["page_table"][0]}, r"page_table must have shape \(batch, max_pages\), got \(4,\)"),
+    "cu shape": ({"cu_seqlens_q": GOOD["cu_seqlens_q"][0]}, r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(\)"),
     "output": ({"output": torch.zeros(4, 4, 3)}, r"output must be float32 of shape \(4, 3, 3\)"),
 }  # fmt: skip
 
@@ -229,6 +232,18 @@ def test_bad_arguments_are_refused(name: str) -> None:
     change, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         msa_proxy_score(**{**GOOD, **change})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "cu_seqlens_q", "page_table", "seqused_k", "output"])
+def test_tensors_must_be_tensors(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got list"):
+        msa_proxy_score(**{**GOOD, name: [[0, 1]]})
+
+
+def test_ints_must_be_ints() -> None:
+    for name in ("max_seqlen_q", "max_k_tiles", "q_offset"):
+        with pytest.raises(TypeError, match=f"^{name} must be an int, got float"):
+            msa_proxy_score(**GOOD, **{name: 3.0})
 
 
 @pytest.mark.parametrize("name", ["causal", "reduce_heads", "use_fp32_acc"])

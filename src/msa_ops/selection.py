@@ -173,35 +173,10 @@ def msa_proxy_score(
     Raises:
         TypeError, ValueError: an argument is not of this form. Lengths are read on the host (CUDA synchronises).
     """
-    flags = {"causal": causal, "reduce_heads": reduce_heads, "use_fp32_acc": use_fp32_acc}
-    for name, flag in flags.items():
-        if not isinstance(flag, bool):
-            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+    _check_flags(causal=causal, reduce_heads=reduce_heads, use_fp32_acc=use_fp32_acc)
     _check_index_tensors(q, k, page_table)
-    requests = _read_requests(
-        q,
-        k,
-        cu_seqlens_q=cu_seqlens_q,
-        cu_seqlens_k=cu_seqlens_k,
-        page_table=page_table,
-        seqused_k=seqused_k,
-        q_offset=q_offset,
-    )
-    longest = max((r.blocks for r in requests), default=0)
-    if max_k_tiles is None:
-        max_k_tiles = longest
-    _check_int("max_k_tiles", max_k_tiles, longest, _INT32_MAX)
-    if max_seqlen_q is not None:
-        _check_int("max_seqlen_q", max_seqlen_q, max((r.q_tokens for r in requests), default=0), _INT32_MAX)
-    shape = (1 if reduce_heads else q.shape[1], max_k_tiles, q.shape[0])
-    if output is None:
-        output = torch.empty(shape, dtype=torch.float32, device=q.device)
-    elif output.dtype != torch.float32 or tuple(output.shape) != shape or output.device != q.device:
-        raise ValueError(
-            f"output must be float32 of shape {shape} on {q.device}, got {output.dtype} of shape {tuple(output.shape)} "
-            f"on {output.device}"
-        )
-    output.fill_(-math.inf)
+    requests = _read_requests(q, k, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, q_offset)
+    output = _score_output(output, q, requests, max_seqlen_q, max_k_tiles, reduce_heads)
     for b, request in enumerate(requests):
         pages = None if page_table is None else page_table[b]
         for tokens, blocks, score in _score_request(q.detach(), k.detach(), request, pages, causal):
@@ -273,6 +248,12 @@ def _load_blocks(k: Tensor, k_start: int, pages: Tensor | None, block: int, end:
     return (e4m3_to_float32(keys) if k.dtype == FP8 else keys.float()), missing
 
 
+def _check_flags(**flags: bool) -> None:
+    for name, flag in flags.items():
+        if not isinstance(flag, bool):
+            raise TypeError(f"{name} must be a bool, got {type(flag).__name__}")
+
+
 def _check_index_tensors(q: Tensor, k: Tensor, page_table: Tensor | None) -> None:
     for name, t in (("q", q), ("k", k)):
         if not isinstance(t, Tensor):
@@ -283,6 +264,10 @@ def _check_index_tensors(q: Tensor, k: Tensor, page_table: Tensor | None) -> Non
         raise ValueError(f"q must have shape (total_q, num_index_heads, {HEAD_DIM}), got {tuple(q.shape)}")
     want = f"(total_k, num_kv_heads, {HEAD_DIM}), flat"
     if page_table is not None:
+        if not isinstance(page_table, Tensor):
+            raise TypeError(f"page_table must be a torch.Tensor, got {type(page_table).__name__}")
+        if page_table.dim() != 2:
+            raise ValueError(f"page_table must have shape (batch, max_pages), got {tuple(page_table.shape)}")
         want = f"(num_pages, num_kv_heads, {BLOCK_SIZE}, {HEAD_DIM}), paged"
     ok = k.dim() == (3 if page_table is None else 4) and k.shape[-1] == HEAD_DIM
     if not ok or (page_table is not None and k.shape[2] != BLOCK_SIZE):
@@ -296,7 +281,6 @@ def _check_index_tensors(q: Tensor, k: Tensor, page_table: Tensor | None) -> Non
 def _read_requests(
     q: Tensor,
     k: Tensor,
-    *,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor | None,
     page_table: Tensor | None,
@@ -304,8 +288,10 @@ def _read_requests(
     q_offset: int | Tensor | None,
 ) -> list[_Request]:
     """Check the lengths and read them on the host."""
-    if not isinstance(cu_seqlens_q, Tensor) or cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
-        raise ValueError("cu_seqlens_q must be an int32 tensor of shape (batch + 1,)")
+    if not isinstance(cu_seqlens_q, Tensor):
+        raise TypeError(f"cu_seqlens_q must be a torch.Tensor, got {type(cu_seqlens_q).__name__}")
+    if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
+        raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
     batch = cu_seqlens_q.shape[0] - 1
     _check_int32("cu_seqlens_q", cu_seqlens_q, (batch + 1,), q.device)
     q_starts = _ascending("cu_seqlens_q", cu_seqlens_q, q.shape[0])
@@ -338,6 +324,33 @@ def _read_requests(
         _check_int("q_offset", q_offset, -_INT32_MAX - 1, _INT32_MAX)
         positions = [q_offset] * batch
     return [_Request(*row) for row in zip(q_starts, q_tokens, k_starts, lengths, positions, strict=False)]
+
+
+def _score_output(
+    output: Tensor | None,
+    q: Tensor,
+    requests: list[_Request],
+    max_seqlen_q: int | None,
+    max_k_tiles: int | None,
+    reduce_heads: bool,
+) -> Tensor:
+    """Check the bounds and the destination of `msa_proxy_score`; the destination (a new one without) full of -inf."""
+    longest = max((r.blocks for r in requests), default=0)
+    blocks = longest if max_k_tiles is None else max_k_tiles
+    _check_int("max_k_tiles", blocks, longest, _INT32_MAX)
+    if max_seqlen_q is not None:
+        _check_int("max_seqlen_q", max_seqlen_q, max((r.q_tokens for r in requests), default=0), _INT32_MAX)
+    shape = (1 if reduce_heads else q.shape[1], blocks, q.shape[0])
+    if output is None:
+        return torch.full(shape, -math.inf, device=q.device)
+    if not isinstance(output, Tensor):
+        raise TypeError(f"output must be a torch.Tensor, got {type(output).__name__}")
+    if output.dtype != torch.float32 or tuple(output.shape) != shape or output.device != q.device:
+        raise ValueError(
+            f"output must be float32 of shape {shape} on {q.device}, got {output.dtype} of shape {tuple(output.shape)} "
+            f"on {output.device}"
+        )
+    return output.fill_(-math.inf)
 
 
 def _ascending(name: str, cumulative: Tensor, total: int) -> list[int]:
