@@ -306,6 +306,31 @@ def test_freeing_a_request_cancels_its_write() -> None:
         cache.write(0, *rows(1, 0))
 
 
+def test_room_is_not_made_again_before_every_layer_is_written() -> None:
+    """Otherwise the tokens of the first `extend` could never be stored, and calls would read arbitrary bytes."""
+    cache = make(("bf16", "hnd"), num_layers=2)
+    request, other = cache.add_request(), cache.add_request()
+    k, v = rows(3, 1, "cpu", 2)
+    cache.extend([request], [3])
+    cache.write(1, k[1], v[1])
+    before = cache.num_free_pages, cache.length(request), cache.length(other)
+    for add in (
+        lambda: cache.extend([other], [1]),
+        lambda: cache.extend([request], [0]),
+        lambda: cache.append([other], *rows(1, 2, "cpu", 2), [1]),
+    ):
+        with pytest.raises(ValueError, match=r"the 3 tokens of the last extend .* no write for layers \[0\]: write"):
+            add()
+    assert (cache.num_free_pages, cache.length(request), cache.length(other)) == before
+    cache.write(0, k[0], v[0])
+    cache.extend([other], [0])
+    cache.extend([request], [200])
+    cache.truncate(request, 3)
+    cache.append([request], *(x[:, :1] for x in (k, v)), [1])
+    for layer in (0, 1):
+        assert_holds(cache, request, *(torch.cat((x[layer], x[layer, :1])) for x in (k, v)), layer)
+
+
 def test_fp8_saturates() -> None:
     cache = PagedKVCache(1, 1, kv_format="fp8", k_global_scale=0.5)
     request = cache.add_request()
@@ -320,7 +345,7 @@ def test_fp8_saturates() -> None:
 def test_one_table_serves_all_layers_until_something_changes() -> None:
     cache = make(("bf16", "hnd"), num_layers=2)
     request = cache.add_request()
-    cache.extend([request], [128])
+    cache.append([request], *rows(128, 0, "cpu", 2), [128])
     first = cache.arguments([request])
     assert cache.arguments([request], layer=1)["page_table"] is first["page_table"]
     cache.extend([request], [1])

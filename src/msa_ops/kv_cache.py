@@ -197,8 +197,10 @@ class PagedKVCache:
     def extend(self, requests: Sequence[int], counts: Sequence[int]) -> None:
         """Make room for `counts` more tokens of each request; `write` then stores them, layer by layer.
 
-        The requests' lengths grow at once. Raises as `append` does, changing nothing.
+        The requests' lengths grow at once. Raises as `append` does, changing nothing, and `ValueError` while `write` has
+        not stored every layer of the tokens before: nothing could store them any more.
         """
+        self._check_all_written()
         need = self._pages_needed(requests, counts)
         if need > len(self._free):
             raise OutOfPagesError(
@@ -226,7 +228,8 @@ class PagedKVCache:
             self._pool.copy_pages(*zip(*copies, strict=True))
         self._last_table = None
         page, token = (torch.tensor(x, dtype=torch.int64, device=self.device) for x in (pages, tokens))
-        self._pending = _Slots(frozenset(requests), page, token)
+        unwritten = set(range(self.num_layers)) if tokens else set()
+        self._pending = _Slots(frozenset(requests), page, token, unwritten)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's K and V, ``(tokens, num_kv_heads, 128)``, of the tokens of the last `extend`."""
@@ -269,6 +272,13 @@ class PagedKVCache:
         if request not in self._requests:
             raise ValueError(f"request {request!r} is not in the cache: it was freed, or never added")
         return self._requests[request]
+
+    def _check_all_written(self) -> None:
+        if self._pending is not None and self._pending.unwritten:
+            raise ValueError(
+                f"the {self._pending.page.numel()} tokens of the last extend must be stored before more are added, got "
+                f"no write for layers {sorted(self._pending.unwritten)}: write them, or truncate or free the requests"
+            )
 
     def _check_layer(self, layer: int) -> None:
         if not 0 <= layer < self.num_layers:
@@ -322,6 +332,7 @@ class PagedKVCache:
     def _store(self, layer: int, k: _Encoded, v: _Encoded) -> None:
         assert self._pending is not None
         self._pool.store(layer, self._pending.page, self._pending.token, k, v)
+        self._pending.unwritten.discard(layer)
 
     def _table(self, requests: Sequence[int], max_pages: int | None) -> tuple[Tensor, Tensor]:
         states = [self._get(request) for request in requests]
@@ -350,11 +361,12 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where the tokens of the last `extend` go: int64 ``(tokens,)`` each, on the cache's device."""
+    """Where the tokens of the last `extend` go, int64 ``(tokens,)`` each on the cache's device; layers without them."""
 
     requests: frozenset[int]
     page: Tensor
     token: Tensor
+    unwritten: set[int]
 
 
 _Encoded = tuple[Tensor, ...]
