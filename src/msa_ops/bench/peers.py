@@ -67,25 +67,28 @@ def ours(environment: dict[str, str | None] | None = None) -> Side:
     from .. import msa_sparse_decode_attention
 
     def run(call: Call) -> None:
-        p = call.pool
-        msa_sparse_decode_attention(
-            call.q,
-            p.k,
-            p.v,
-            call.q2k_indices,
-            page_table=call.page_table,
-            seqused_k=call.seqused_k,
-            seqlen_q=call.shape.seqlen_q,
-            k_scale=p.k_scale,
-            v_scale=p.v_scale,
-            k_global_scale=p.k_global_scale,
-            v_global_scale=p.v_global_scale,
-            out=call.out,
-        )
+        _decode(msa_sparse_decode_attention, call)
 
     variables = environment or {}
     label = ",".join(f"{n}={'unset' if v is None else v}" for n, v in variables.items())
     return Side(f"ours[{label}]" if label else "ours", run, _version("msa-ops"), variables)
+
+
+def _decode(decode: Callable[..., object], call: Call) -> None:
+    """Run a call through a function with flashinfer's signature, passing the scales that the pool has."""
+    names = ("k_scale", "v_scale", "k_global_scale", "v_global_scale")
+    scales: dict[str, Any] = {name: s for name in names if (s := getattr(call.pool, name)) is not None}
+    decode(
+        call.q,
+        call.pool.k,
+        call.pool.v,
+        call.q2k_indices,
+        page_table=call.page_table,
+        seqused_k=call.seqused_k,
+        seqlen_q=call.shape.seqlen_q,
+        out=call.out,
+        **scales,
+    )
 
 
 def load_peers(names: tuple[str, ...]) -> list[Side | Absent]:
@@ -114,22 +117,7 @@ def _flashinfer() -> Side:
     decode = importlib.import_module("flashinfer.msa_ops").msa_sparse_decode_attention
 
     def run(call: Call) -> None:
-        p = call.pool
-        scales: dict[str, Any] = {}
-        if p.k_scale is not None:
-            names = ("k_scale", "v_scale", "k_global_scale", "v_global_scale")
-            scales = {name: getattr(p, name) for name in names}
-        decode(
-            call.q,
-            p.k,
-            p.v,
-            call.q2k_indices,
-            page_table=call.page_table,
-            seqused_k=call.seqused_k,
-            seqlen_q=call.shape.seqlen_q,
-            out=call.out,
-            **scales,
-        )
+        _decode(decode, call)
 
     return Side("flashinfer", run, _version("flashinfer-python"))
 
