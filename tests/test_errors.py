@@ -1,7 +1,7 @@
 """Every way in which a call is refused: the message names the argument, what was expected and what came.
 
-`test_every_raise_is_reached` counts the `raise` statements of contract.py and checking.py that the table below runs through, so a new
-check needs a row here.
+`test_every_raise_is_reached` counts the `raise` statements of contract.py and checking.py that the table below runs
+through, so a new check needs a row here.
 """
 
 from __future__ import annotations
