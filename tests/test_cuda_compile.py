@@ -21,7 +21,7 @@ from msa_ops.engines.cuda import launch, plan
 from msa_ops.engines.cuda.plan import Variant
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-    pytest.skip("needs cuda-bindings and NVRTC: pip install 'msa-ops[test]'", allow_module_level=True)
+    pytest.skip("needs cuda-bindings and NVRTC: pip install 'msa-ops[cuda13]'", allow_module_level=True)
 
 SRC = str(Path(__file__).parents[1] / "src")
 REGISTERS = 65536

@@ -10,6 +10,9 @@ Only the standard library is used. In order:
    of the requirements, the pinned versions and the interpreter). An installed torch that is in range is reused through
    system site packages and pinned to its version: it is never replaced, whatever its build.
 
+The packages include those of the CUDA engine (extra cuda12 or cuda13, by the CUDA version that torch was built for):
+for `demo` where there is an NVIDIA GPU, for `dev` always, because compiling the kernels can be tested without a GPU.
+
 Messages go to stderr; the last and only line on stdout is the interpreter to run.
 """
 
@@ -19,6 +22,7 @@ import argparse
 import ast
 import hashlib
 import importlib.metadata
+import importlib.util
 import os
 import re
 import shutil
@@ -47,11 +51,11 @@ def _array(text: str, key: str) -> list[str]:
     return [str(item) for item in ast.literal_eval(match.group(1))]
 
 
-def requirements(extra: str) -> list[Requirement]:
-    """The project's dependencies and those of `extra`, extras of the project itself expanded."""
+def requirements(extra: str, *, base: bool = True) -> list[Requirement]:
+    """The packages of `extra`, with `base` also the project's own; extras of the project itself are expanded."""
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     found: dict[str, str] = {}
-    pending = [*_array(text, "dependencies"), f"{PROJECT}[{extra}]"]
+    pending = [*(_array(text, "dependencies") if base else []), f"{PROJECT}[{extra}]"]
     while pending:
         match = re.fullmatch(r"([A-Za-z0-9._-]+)(?:\[([^\]]*)\])?\s*(.*)", pending.pop().strip())
         assert match is not None
@@ -112,9 +116,46 @@ def torch_site(span: str) -> tuple[str, Path] | None:
     return version, Path(str(importlib.metadata.distribution("torch").locate_file(""))).resolve()
 
 
-def stamp(wanted: list[Requirement], torch: tuple[str, Path] | None) -> str:
+def torch_cuda() -> str | None:
+    """The CUDA version that this interpreter's torch was built for, or None (a CPU build, or no torch)."""
+    spec = importlib.util.find_spec("torch")
+    return None if spec is None or spec.origin is None else built_for(Path(spec.origin).with_name("version.py"))
+
+
+def venv_torch_cuda() -> str | None:
+    """The same for a torch that lies in `.venv` itself."""
+    for folder in ("lib/python*", "Lib"):
+        for file in VENV.glob(f"{folder}/site-packages/torch/version.py"):
+            return built_for(file)
+    return None
+
+
+def built_for(version_file: Path) -> str | None:
+    """The CUDA version in a torch/version.py. It is read as text: importing torch takes seconds."""
+    text = version_file.read_text(encoding="utf-8") if version_file.exists() else ""
+    match = re.search(r"^cuda\b[^=\n]*=\s*['\"]([\d.]+)['\"]", text, re.MULTILINE)
+    return match.group(1) if match else None
+
+
+def engine_requirements(extra: str, cuda: str | None) -> list[Requirement]:
+    """The CUDA engine's packages that an environment for `extra` needs beside a torch built for `cuda` (None: a CPU's)."""
+    if extra != "dev" and (cuda is None or not has_nvidia_gpu()):
+        return []
+    if cuda is None:
+        # NVRTC compiles without a GPU and without torch, but NVIDIA has packages of it for Linux and Windows only.
+        return requirements("cuda13", base=False) if sys.platform in ("linux", "win32") else []
+    name = f"cuda{cuda.partition('.')[0]}"
+    if name not in ("cuda12", "cuda13"):
+        say(f"WARNING: torch was built for CUDA {cuda}; the CUDA engine needs a torch built for CUDA 12 or 13.")
+        return []
+    return requirements(name, base=False)
+
+
+def stamp(extra: str, wanted: list[Requirement], torch: tuple[str, Path] | None) -> str:
+    """A hash of all that decides what `.venv` holds."""
     pins = (ROOT / "constraints-dev.txt").read_text(encoding="utf-8")
-    facts = repr((wanted, pins, sys.version, str(torch)))
+    engine = [requirements(name, base=False) for name in ("cuda12", "cuda13")]
+    facts = repr((wanted, engine, extra == "dev" or has_nvidia_gpu(), pins, sys.version, str(torch)))
     return hashlib.sha256(facts.encode()).hexdigest()
 
 
@@ -138,9 +179,10 @@ def create_venv(torch: tuple[str, Path] | None) -> list[str]:
     )
     pip = [str(venv_python()), "-m", "pip"]
     if made.returncode != 0:
-        # Debian splits ensurepip off into python3-venv; a system's pip can install into an environment without one.
+        # Debian splits ensurepip off into python3-venv; a system's pip can install into an environment without one, if
+        # it is new enough to know --python.
         shutil.rmtree(VENV, ignore_errors=True)
-        if installed("pip") is None:
+        if not in_range(installed("pip") or "0", ">=22.3"):
             raise SystemExit(
                 f"setup: {sys.executable} can make no environment with pip. Install its venv package (Debian and "
                 "Ubuntu: apt-get install python3-venv) and run again."
@@ -158,7 +200,7 @@ def create_venv(torch: tuple[str, Path] | None) -> list[str]:
 
 
 def has_nvidia_gpu() -> bool:
-    return Path("/proc/driver/nvidia/version").exists() or shutil.which("nvidia-smi") is not None
+    return Path("/proc/driver/nvidia").exists() or shutil.which("nvidia-smi") is not None
 
 
 def install(extra: str, wanted: list[Requirement], torch: tuple[str, Path] | None) -> None:
@@ -175,22 +217,32 @@ def install(extra: str, wanted: list[Requirement], torch: tuple[str, Path] | Non
     constraints.write_text("\n".join(pins) + "\n", encoding="utf-8")
     # A download may take minutes: someone at a terminal sees it go on, a log stays short.
     flags = ["--disable-pip-version-check", *([] if sys.stderr.isatty() else ["--quiet"])]
-    run([*pip, "install", *flags, "-c", str(constraints), *(name + span for name, span in wanted)])
-    report_torch()
-    STAMP.write_text(stamp(wanted, torch) + f" {extra}\n", encoding="utf-8")
+    command = [*pip, "install", *flags, "-c", str(constraints), *(name + span for name, span in wanted)]
+    run(command)
+    # Only now is it known what a torch that was just installed was built for. What is in range is not installed again.
+    engine = engine_requirements(extra, report_torch())
+    if engine:
+        run([*command, *(name + span for name, span in engine)])
+    STAMP.write_text(stamp(extra, wanted, torch) + f" {extra}\n", encoding="utf-8")
 
 
-def report_torch() -> None:
-    """Say which torch the environment has, and warn where a GPU meets a build that cannot use it."""
+def report_torch() -> str | None:
+    """Say which torch the environment has, and return the CUDA version that it was built for, or None."""
     code = "import torch; print(torch.__version__, torch.version.cuda or '')"
     result = subprocess.run([str(venv_python()), "-c", code], capture_output=True, text=True, check=False)
     if result.returncode != 0:
         raise SystemExit(f"setup: torch does not import in {VENV}:\n{result.stderr}")
     version, _, cuda = result.stdout.strip().partition(" ")
     say(f"torch {version} ({'CUDA ' + cuda if cuda else 'CPU build'}) is ready")
-    if not cuda and has_nvidia_gpu():
+    warn_of_cpu_build(cuda or None)
+    return cuda or None
+
+
+def warn_of_cpu_build(cuda: str | None) -> None:
+    """Say where a GPU meets a torch that cannot use it."""
+    if cuda is None and has_nvidia_gpu():
         say("WARNING: this machine has an NVIDIA GPU, and this torch is a CPU build that cannot use it.")
-        say("Install a CUDA build of torch for this python (see pytorch.org), delete .venv, and run again.")
+        say(f"Install a CUDA build of torch for {sys.executable} (see pytorch.org), delete .venv, and run again.")
 
 
 def main() -> None:
@@ -202,8 +254,10 @@ def main() -> None:
             f"setup: Python 3.10 or newer is needed, this is {sys.version.split()[0]}: make PYTHON=python3.12 ..."
         )
     wanted = requirements(extra)
-    missing = lacking(wanted)
+    cuda = torch_cuda()
+    missing = lacking(wanted + engine_requirements(extra, cuda))
     if not missing:
+        warn_of_cpu_build(cuda)
         print(sys.executable)
         return
     torch = torch_site(dict(wanted)["torch"])
@@ -211,6 +265,8 @@ def main() -> None:
         say(f"{sys.executable} lacks {', '.join(missing)}")
         say(f"making {VENV} (once)")
         install(extra, wanted, torch)
+    else:
+        warn_of_cpu_build(cuda if torch is not None else venv_torch_cuda())
     print(venv_python())
 
 
@@ -220,8 +276,8 @@ def is_current(extra: str, wanted: list[Requirement], torch: tuple[str, Path] | 
         return False
     have, _, made_for = STAMP.read_text(encoding="utf-8").strip().partition(" ")
     if made_for == "dev" and extra != "dev":
-        wanted = requirements("dev")
-    return have == stamp(wanted, torch)
+        extra, wanted = "dev", requirements("dev")
+    return have == stamp(extra, wanted, torch)
 
 
 if __name__ == "__main__":
