@@ -92,6 +92,15 @@ def put_lse_inside(name: str) -> Callable[[Call], None]:
     return lambda call: call.update(lse_out=call[name].view(-1).view(torch.float32)[8:40].view(4, 8))
 
 
+def put_out_inside(name: str) -> Callable[[Call], None]:
+    def change(call: Call) -> None:
+        room = call[name].untyped_storage()
+        start = torch.empty(0, dtype=torch.bfloat16, device=call[name].device).set_(room)  # type: ignore[call-overload]
+        call["out"] = start[1024 : 1024 + call["q"].numel()].view(call["q"].shape)
+
+    return change
+
+
 def grad(call: Call, name: str) -> None:
     call[name] = call[name].detach().clone().requires_grad_()
 
@@ -332,6 +341,13 @@ ROWS = [
     ),
     Refused("out is q", lambda c: c.update(out=c["q"]), ("out", "share memory with q")),
     Refused("out overlaps q", q_and_out_overlap, ("out", "share memory with q")),
+    Refused("out in k", put_out_inside("k"), ("out", "share memory with k")),
+    Refused(
+        "sparse k_global_scale",
+        put(k_global_scale=torch.ones(1).to_sparse()),
+        ("k_global_scale", "strided", "to_dense"),
+    ),
+    Refused("softmax_scale past every float", put(softmax_scale=10**5000), ("softmax_scale", "float32", "past it")),
     Refused(
         "lse_out unasked",
         put(lse_out=torch.empty(4, 8), return_softmax_lse=False),

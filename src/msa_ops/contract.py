@@ -227,6 +227,8 @@ def _shape(t: Tensor) -> tuple[int, ...]:
 def _require_tensor(name: str, value: object) -> None:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if value.layout is not torch.strided:
+        raise TypeError(f"{name} must be a strided tensor, got {value.layout}: pass {name}.to_dense()")
 
 
 def _check_tensors(call: DecodeCall) -> None:
@@ -496,15 +498,12 @@ def _check_outputs(call: DecodeCall) -> None:
     if call.out is not None:
         _check_output("out", call.out, tuple(call.q.shape), _OUT_DTYPE[call.q.dtype])
         _check_start("out", call.out, ROW_ALIGNMENT)
-        if _overlap(call.out, call.q):
-            raise ValueError("out must not share memory with q: query rows are still read while the output is written")
+        _check_apart("out", call.out, call)
     if call.lse_out is not None:
         if not call.return_softmax_lse:
             raise ValueError("lse_out was given without return_softmax_lse=True: pass both or neither")
         _check_output("lse_out", call.lse_out, tuple(call.q.shape[:2]), torch.float32)
-        for name, t in (("q", call.q), ("out", call.out)):
-            if t is not None and _overlap(call.lse_out, t):
-                raise ValueError(f"lse_out must not share memory with {name}: both are in use while the call runs")
+        _check_apart("lse_out", call.lse_out, call)
 
 
 def _check_output(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -516,6 +515,16 @@ def _check_output(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dty
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}: nothing is copied into it")
 
 
+_IN_USE = ("q", "k", "v", "q2k_indices", "page_table", "seqused_k", "cu_seqlens_k", "k_scale", "v_scale", "out")
+
+
+def _check_apart(name: str, output: Tensor, call: DecodeCall) -> None:
+    for other in _IN_USE:
+        t = getattr(call, other)
+        if other != name and t is not None and _overlap(output, t):
+            raise ValueError(f"{name} must not share memory with {other}: both are in use while the call runs")
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
     """Whether the memory between the first and last elements of the two meets. False where no address exists yet."""
     if torch.compiler.is_compiling() or type(a) not in _PLAIN_TENSORS or type(b) not in _PLAIN_TENSORS:
@@ -523,9 +532,11 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
     a0, b0 = a.data_ptr(), b.data_ptr()
-    a1 = a0 + a.numel() * a.element_size()
+    a1 = a0 + a.numel() * a.element_size()  # `a` is contiguous
+    if b0 >= a1 or b0 >= a0:
+        return b0 < a1
     b1 = b0 + (sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True)) + 1) * b.element_size()
-    return a0 < b1 and b0 < a1
+    return a0 < b1
 
 
 def _check_autograd(call: DecodeCall) -> None:
@@ -553,7 +564,8 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 def _require_float32(name: str, value: float) -> None:
     """Engines compute in float32. (torch.compile does not trace math.isfinite of a symbolic float.)"""
     if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
-        raise ValueError(f"{name} must be finite in float32, got {value}")
+        got = value if isinstance(value, float) or value.bit_length() < 1024 else "a number past it"
+        raise ValueError(f"{name} must be finite in float32, got {got}")
 
 
 def _global_scale(name: str, value: float | Tensor | None, q: Tensor) -> tuple[float, Tensor | None]:
@@ -562,6 +574,7 @@ def _global_scale(name: str, value: float | Tensor | None, q: Tensor) -> tuple[f
         return 1.0, None
     if not isinstance(value, Tensor):
         return _number(name, value), None
+    _require_tensor(name, value)
     if value.dtype != torch.float32 or value.numel() != 1:
         raise ValueError(
             f"{name} must be a float or a one-element float32 tensor, got {_name(value.dtype)} of shape {_shape(value)}"
