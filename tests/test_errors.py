@@ -346,6 +346,7 @@ ROWS = [
         "sparse k_global_scale",
         put(k_global_scale=torch.ones(1).to_sparse()),
         ("k_global_scale", "strided", "to_dense"),
+        TypeError,
     ),
     Refused("softmax_scale past every float", put(softmax_scale=10**5000), ("softmax_scale", "float32", "past it")),
     Refused(

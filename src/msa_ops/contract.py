@@ -52,12 +52,7 @@ class ScaleLayout(enum.Enum):
     PLANAR = "planar"
 
 
-_KV_FORMAT = {
-    torch.bfloat16: KVFormat.BF16,
-    torch.float16: KVFormat.FP16,
-    FP8: KVFormat.FP8,
-    torch.uint8: KVFormat.NVFP4,
-}
+_KV_FORMAT = dict(zip((torch.bfloat16, torch.float16, FP8, torch.uint8), KVFormat, strict=True))
 _KV_FORMATS_OF_Q = {
     torch.bfloat16: (KVFormat.BF16, KVFormat.FP8, KVFormat.NVFP4),
     torch.float16: (KVFormat.FP16, KVFormat.FP8, KVFormat.NVFP4),
