@@ -18,6 +18,9 @@ import math
 import torch
 from torch import Tensor
 
+from .arguments import require_int
+from .contract import _require_tensor
+
 
 def merge_attention_states(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the attention states of two disjoint key sets.
@@ -57,7 +60,7 @@ def merge_stacked_states(outs: Tensor, lses: Tensor, dim: int = 0) -> tuple[Tens
         ValueError: shapes or devices do not fit, or `dim` is out of range.
     """
     _check_state("outs", outs, "lses", lses)
-    if not -lses.dim() <= dim < lses.dim():
+    if not -lses.dim() <= require_int("dim", dim) < lses.dim():
         raise ValueError(f"dim must be in [{-lses.dim()}, {lses.dim() - 1}] for lses of rank {lses.dim()}, got {dim}")
     dim %= lses.dim()
     compute = torch.promote_types(torch.promote_types(outs.dtype, lses.dtype), torch.float32)
@@ -65,12 +68,16 @@ def merge_stacked_states(outs: Tensor, lses: Tensor, dim: int = 0) -> tuple[Tens
     lse = torch.logsumexp(wide, dim)  # -inf where every state is empty, also where there is none
     empty = wide == -math.inf
     # (-inf) - (-inf) is NaN, so an empty state's weight is set, and its output, which may hold anything, is replaced.
-    weight = torch.exp(wide - lse.unsqueeze(dim)).masked_fill(empty, 0.0).unsqueeze(-1)
+    # An LSE of 1e6 has steps of 0.06: weights taken against the rounded total would not add up to 1.
+    weight = torch.exp(wide - lse.unsqueeze(dim)).masked_fill(empty, 0.0)
+    weight = (weight / weight.sum(dim, keepdim=True).masked_fill(empty.all(dim, keepdim=True), 1.0)).unsqueeze(-1)
     out = (outs.to(compute).masked_fill(empty.unsqueeze(-1), 0.0) * weight).sum(dim)
     return out.to(outs.dtype), lse.to(lses.dtype)
 
 
 def _check_pair(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
+    _require_tensor(name_a, a)
+    _require_tensor(name_b, b)
     if a.dtype != b.dtype:
         raise TypeError(f"{name_b} must have {name_a}'s dtype {a.dtype}, got {b.dtype}: pass {name_b}.to({a.dtype})")
     if a.shape != b.shape:
@@ -81,6 +88,7 @@ def _check_pair(name_a: str, a: Tensor, name_b: str, b: Tensor) -> None:
 
 def _check_state(out_name: str, out: Tensor, lse_name: str, lse: Tensor) -> None:
     for name, t in ((out_name, out), (lse_name, lse)):
+        _require_tensor(name, t)
         if not t.is_floating_point() or t.element_size() < 2:
             raise TypeError(f"{name} must be float16, bfloat16, float32 or float64, got {t.dtype}")
     if out.dim() == 0 or out.shape[:-1] != lse.shape:

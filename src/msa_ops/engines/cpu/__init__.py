@@ -3,18 +3,21 @@
 A call is cut into segments, the selected blocks of one (token, KV head), at most 16 of them (`plan`). Segments with
 equally many visible keys are gathered together into buffers allocated once per call and widened to float32 (`gather`);
 torch's fused CPU attention gives each one's output and LSE; segments of one row merge by LSE. Scores, weights and sums
-are float32, and weights are not rounded.
+are float32, and weights are not rounded; rows of numbers past what float32 holds on the way are computed again in
+float64 (`attend`).
 
 Every step treats a segment by itself, so a request's bits do not depend on what else is in the batch.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from ...contract import HEAD_DIM, DecodeProblem
-from ...merge import merge_stacked_states
+from .attend import QUERY_EXPONENT, attend, attend_in_float64, extreme_rows, is_ordinary_scale
 from .gather import WIDENED_EXPONENT, KeyValueReader
 from .plan import SEGMENT_BLOCKS, SegmentPlan, plan_segments
 
@@ -48,72 +51,64 @@ def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None) -> None:
     chunk = min(max(_CHUNK_BLOCKS, SEGMENT_BLOCKS * torch.get_num_threads()), _MAX_CHUNK_BLOCKS)
     chunk = min(chunk, problem.tokens * problem.num_kv_heads * problem.topk)
     reader = KeyValueReader(problem, chunk)
-    score_scale, output_scale = _scales(problem)
+    score_scale, output_factors = _score_scale(problem), _output_factors(problem)
     for begin in range(0, problem.tokens, step):
         end = min(begin + step, problem.tokens)
         plan = plan_segments(problem, begin, end)
         reader.load_plan(plan)
         queries = problem.q[begin:end].to(torch.float32).reshape(-1, problem.group_size, HEAD_DIM)
-        state, state_lse = _attend(queries, reader, plan, plan.chunks(chunk), score_scale)
-        out[begin:end].copy_(state.mul_(output_scale).view(out[begin:end].shape))
+        state, state_lse = _attend_any(problem, queries, reader, plan, chunk, score_scale)
+        for factor in output_factors:
+            state.mul_(factor)
+        if not math.isfinite(output_factors[0]):  # 0 times it is NaN
+            _clear_rows_without_keys(state, plan)
+        out[begin:end].copy_(state.view(out[begin:end].shape))
         if lse is not None:
             lse[begin:end].copy_(state_lse.view(lse[begin:end].shape))
 
 
-def _scales(problem: DecodeProblem) -> tuple[float, float]:
-    """Factor of the scores and of the output, powers of two from widening included."""
-    exponent = WIDENED_EXPONENT[problem.kv_format]
-    score, output = (2.0**exponent * s for s in (problem.softmax_scale, problem.output_scale))
-    if problem.k_global_scale is not None:
-        score *= float(problem.k_global_scale)
+def _score_scale(problem: DecodeProblem) -> float:
+    """Factor of the products of queries and widened keys. A Python float: it may be past float32."""
+    scale = problem.softmax_scale * 2.0 ** WIDENED_EXPONENT[problem.kv_format]
+    return scale if problem.k_global_scale is None else scale * float(problem.k_global_scale)
+
+
+def _output_factors(problem: DecodeProblem) -> tuple[float, ...]:
+    """Factors of sums of widened values: one, or two where float32 does not hold their product."""
+    scale = problem.output_scale * 2.0 ** WIDENED_EXPONENT[problem.kv_format]
     if problem.v_global_scale is not None:
-        output *= float(problem.v_global_scale)
-    return score, output
+        scale *= float(problem.v_global_scale)
+    if scale == 0 or not math.isfinite(scale) or 2.0**-126 <= abs(scale) < 2.0**127:
+        return (scale,)
+    mantissa, exponent = math.frexp(scale)
+    return math.ldexp(mantissa, exponent // 2), 2.0 ** (exponent - exponent // 2)
 
 
-def _attend(
-    queries: Tensor, reader: KeyValueReader, plan: SegmentPlan, chunks: list[tuple[int, int, int]], scale: float
+def _attend_any(
+    problem: DecodeProblem, queries: Tensor, reader: KeyValueReader, plan: SegmentPlan, chunk: int, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Output and LSE of the rows of a plan.
+    """Output and LSE of the rows of a plan: ``(rows, group, 128)`` and ``(rows, group)`` float32.
 
-    Args:
-        queries: ``(rows, group, 128)`` float32, a row being a (token, KV head).
-
-    Returns:
-        ``(rows, group, 128)`` and ``(rows, group)`` float32; 0 and ``-inf`` where a row attends nothing.
+    float32 where it serves, float64 for other rows, or for all where the scale is extreme.
     """
-    rows, group, _ = queries.shape
+    again: Tensor | None = None
+    if is_ordinary_scale(scale):
+        exponent = QUERY_EXPONENT[problem.kv_format]
+        again = extreme_rows(queries, problem.kv_format)
+        small = queries * 2.0**exponent if exponent else queries
+        state, lse, doubtful = attend(small, reader, plan, plan.chunks(chunk), scale * 2.0**-exponent)
+        if doubtful is not None:
+            again = doubtful if again is None else again | doubtful
+        if again is None:
+            return state, lse
+    else:
+        state, lse = torch.zeros_like(queries), queries.new_full(queries.shape[:2], -torch.inf)
+    rows, exact, exact_lse = attend_in_float64(queries, reader, plan, again, scale)
+    return state.index_copy_(0, rows, exact), lse.index_copy_(0, rows, exact_lse)
+
+
+def _clear_rows_without_keys(state: Tensor, plan: SegmentPlan) -> None:
     if plan.order is not None:
-        queries = queries.index_select(0, plan.order.div(plan.per_row, rounding_mode="floor"))
-    queries = queries[:, None]
-    parts, part_lses = [], []
-    for begin, end, keys in chunks:
-        k, v = reader.read(begin, end, keys)
-        part, part_lse = _segment_attention(queries[begin:end], k, v, scale)
-        parts.append(part)
-        part_lses.append(part_lse)
-    if plan.order is None:
-        return torch.cat(parts).squeeze(1), torch.cat(part_lses).squeeze(1)
-    state = queries.new_zeros((plan.total, group, HEAD_DIM))
-    lse = queries.new_full((plan.total, group), -torch.inf)
-    if parts:
-        state.index_copy_(0, plan.order, torch.cat(parts).squeeze(1))
-        lse.index_copy_(0, plan.order, torch.cat(part_lses).squeeze(1))
-    if plan.per_row == 1:
-        return state, lse
-    shape = (rows, plan.per_row, group)
-    return merge_stacked_states(state.view(*shape, HEAD_DIM), lse.view(shape), dim=1)
-
-
-def _segment_attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Output and LSE of each segment, its arithmetic the same however many there are.
-
-    torch shares the segments out among its threads, and each thread multiplies matrices alone. A single segment would
-    be multiplied by all threads together, with sums in another order: it is computed twice, side by side.
-    """
-    single = len(q) == 1 and torch.get_num_threads() > 1
-    if single:
-        q, k, v = (t.expand(2, -1, -1, -1) for t in (q, k, v))
-    # The public scaled_dot_product_attention ends here too, but keeps the LSE to itself.
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, scale=scale)
-    return (out[:1], lse[:1]) if single else (out, lse)
+        empty = torch.ones(len(state), dtype=torch.bool, device=state.device)
+        empty[plan.order.div(plan.per_row, rounding_mode="floor")] = False
+        state[empty] = 0.0
