@@ -89,5 +89,12 @@ def test_errors_name_the_argument_and_the_remedy() -> None:
         merge_attention_states(out, lse, out, lse.double())
     with pytest.raises(TypeError, match=r"lses must be float16, bfloat16, float32 or float64, got torch\.int64"):
         merge_stacked_states(out, lse.long())
+    for wrong, kind in (([0.0], "torch.Tensor"), (lse.to_sparse(), "strided tensor")):
+        with pytest.raises(TypeError, match=f"out_b must be a {kind}"):
+            merge_attention_states(out, lse, wrong, lse)
+        with pytest.raises(TypeError, match=f"lses must be a {kind}"):
+            merge_stacked_states(out, wrong)
+    with pytest.raises(TypeError, match="dim must be an int, got float"):
+        merge_stacked_states(out, lse, dim=0.0)
     with pytest.raises(ValueError, match=r"dim must be in \[-2, 1\] for lses of rank 2, got 2"):
         merge_stacked_states(out, lse, dim=2)

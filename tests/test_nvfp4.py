@@ -303,6 +303,10 @@ BAD_INPUT = {
     "page size": (lambda: nvfp4_planar_views(torch.zeros(2, 18432, dtype=torch.uint8), 2), r"\(num_pages, 36864\)"),
     "slot": (lambda: write(torch.tensor([0, 256])), r"slots must lie in 0\.\.255"),
     "negative slot": (lambda: write(torch.tensor([0, -1])), r"slots must lie in 0\.\.255"),
+    "slot twice": (lambda: write(torch.tensor([7, 7])), "slots must be distinct"),
+    "big sf": (lambda: nvfp4_quantize(torch.zeros(1, 128), 10**400), "global_sf must be positive and finite in float32"),
+    "big negative sf": (lambda: nvfp4_quantize(torch.zeros(1, 128), -(10**400)), "global_sf must be positive and"),
+    "no heads": (lambda: nvfp4_planar_views(torch.zeros(2, 0, dtype=torch.uint8), 0), "num_kv_heads must be at least 1"),
     "slot count": (lambda: write(torch.tensor([0])), r"slots must be int32 or int64 of shape \(2,\)"),
 }  # fmt: skip
 U8 = torch.zeros(128, 8, dtype=torch.uint8)
@@ -323,5 +327,25 @@ def test_bad_input_is_refused(name: str) -> None:
 def test_wrong_types_are_refused() -> None:
     with pytest.raises(TypeError, match="global_sf must be a float"):
         nvfp4_quantize(torch.zeros(1, 128), "1")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="x must be a torch"):
-        nvfp4_quantize([0.0] * 128, 1.0)  # type: ignore[arg-type]
+    pages = nvfp4_planar_pages(1, 1)
+    k = torch.zeros(1, 1, 128)
+    calls = {
+        "x": lambda x: nvfp4_quantize(x, 1.0),
+        "codes": lambda x: nvfp4_dequantize(x, U8),
+        "scales": lambda x: nvfp4_dequantize(CODES, x),
+        "pages": lambda x: nvfp4_planar_views(x, 1),
+        "slots": lambda x: nvfp4_planar_write(pages, x, k, k),
+        "k": lambda x: nvfp4_planar_write(pages, torch.tensor([0]), x, k),
+        "v": lambda x: nvfp4_planar_write(pages, torch.tensor([0]), k, x),
+    }
+    for name, call in calls.items():
+        with pytest.raises(TypeError, match=f"^{name} must be a torch.Tensor, got list"):
+            call([0])
+        with pytest.raises(TypeError, match=f"^{name} must be a strided tensor, got torch.sparse_coo"):
+            call(torch.zeros(1, 128).to_sparse())
+    with pytest.raises(TypeError, match=r"pages must be a torch\.Tensor, got list"):
+        nvfp4_planar_write([0], torch.tensor([0]), k, k)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="global_scale must be a float or a tensor, got str"):
+        nvfp4_dequantize(CODES, U8.view(-1), "1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="num_pages must be an int, got float"):
+        nvfp4_planar_pages(1.0, 1)  # type: ignore[arg-type]

@@ -223,6 +223,7 @@ BAD = {
     "0-d table": ({"page_table": torch.tensor(0, dtype=torch.int32)}, r"page_table must have shape .*, got \(\)"),
     "1-d table": ({"page_table": GOOD["page_table"][0]}, r"page_table must have shape \(batch, max_pages\), got \(4,\)"),
     "cu shape": ({"cu_seqlens_q": GOOD["cu_seqlens_q"][0]}, r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(\)"),
+    "expanded": ({"output": torch.zeros(4, 3, 1).expand(4, 3, 3)}, "output must have memory for each of its elements"),
     "output": ({"output": torch.zeros(4, 4, 3)}, r"output must be float32 of shape \(4, 3, 3\)"),
 }  # fmt: skip
 
@@ -232,6 +233,47 @@ def test_bad_arguments_are_refused(name: str) -> None:
     change, message = BAD[name]
     with pytest.raises(ValueError, match=message):
         msa_proxy_score(**{**GOOD, **change})
+
+
+def test_a_pool_without_pages_gives_unseen_blocks(device: str) -> None:
+    """Every page id lies outside it."""
+    for dtype in DTYPES:
+        arguments, _ = case([128], [1], k_dtype=dtype)
+        arguments.update(k=torch.empty(0, 2, 128, 128, dtype=dtype), page_table=torch.tensor([[-1]], dtype=torch.int32))
+        assert torch.equal(msa_proxy_score(**move(arguments, device)).cpu(), torch.full((4, 1, 1), -INF))
+
+
+@pytest.mark.parametrize("k_dtype", DTYPES)
+def test_autocast_does_not_round_the_products(k_dtype: torch.dtype, device: str) -> None:
+    arguments, _ = case([300, 129], [1, 2], k_dtype=k_dtype)
+    args = move(arguments, device)
+    want = msa_proxy_score(**args)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        got = msa_proxy_score(**args)
+        selected = msa_topk_select(got, 2)
+        assert torch.is_autocast_enabled(device)
+    assert got.dtype == torch.float32 and torch.equal(got, want)
+    assert torch.equal(selected, msa_topk_select(want, 2))
+
+
+def test_the_output_lies_apart_from_the_inputs() -> None:
+    memory = torch.zeros(1 << 19)
+    for name in ("q", "k", "page_table"):
+        tensor = GOOD[name]
+        shared = memory.view(tensor.dtype)[: tensor.numel()].view(tensor.shape)
+        shared.copy_(tensor)
+        output = memory[:36].view(4, 3, 3)
+        with pytest.raises(ValueError, match=f"output must not share memory with {name}, which is read while"):
+            msa_proxy_score(**{**GOOD, name: shared}, output=output)
+        assert torch.equal(shared.view(torch.uint8), tensor.view(torch.uint8)), "refused before anything was written"
+        free = memory[-36:].view(4, 3, 3)
+        assert torch.equal(msa_proxy_score(**{**GOOD, name: shared}, output=free), msa_proxy_score(**GOOD))
+
+
+@pytest.mark.parametrize("name", ["q", "k", "cu_seqlens_q", "page_table", "seqused_k", "output"])
+def test_tensors_must_be_strided(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a strided tensor, got torch.sparse_coo"):
+        msa_proxy_score(**{**GOOD, name: torch.zeros(2, 2).to_sparse()})
 
 
 @pytest.mark.parametrize("name", ["q", "k", "cu_seqlens_q", "page_table", "seqused_k", "output"])

@@ -143,6 +143,8 @@ BAD_SELECT = {
     "end": ({"force_end_blocks": -1}, "force_end_blocks must lie in"),
     "output dtype": ({"output": torch.zeros(3, 2, 2)}, "output must be int32"),
     "output shape": ({"output": torch.zeros(2, 3, 2, dtype=torch.int32)}, r"output must have shape \(3, 2, 2\)"),
+    "output expanded": ({"output": torch.zeros(1, 2, 2, dtype=torch.int32).expand(3, 2, 2)}, "output must have memory"),
+    "output in max_score": ({"output": SCORE.view(torch.int32).flatten()[:12].view(3, 2, 2)}, "share memory with max_sc"),
     "output strides": ({"output": torch.zeros(3, 2, 4, dtype=torch.int32)[..., ::2]}, "output must have a dense"),
 }  # fmt: skip
 
@@ -159,3 +161,6 @@ def test_wrong_types_are_refused() -> None:
         msa_topk_select(SCORE, 2.0)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="max_score must be a torch"):
         msa_topk_select([0.0], 2)  # type: ignore[arg-type]
+    for name in ("max_score", "num_valid_pages", "output"):
+        with pytest.raises(TypeError, match=f"{name} must be a strided tensor, got torch.sparse_coo"):
+            msa_topk_select(**{"max_score": SCORE, "topk": 2, name: SCORE.to_sparse()})  # type: ignore[arg-type]

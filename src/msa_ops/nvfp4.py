@@ -22,7 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALE_GROUP, SCALES_PER_ROW
+from .arguments import require_int
+from .contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALE_GROUP, SCALES_PER_ROW, _require_tensor
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -109,6 +110,8 @@ def nvfp4_dequantize(
         ``(..., 128)`` of `dtype`. A NaN scale byte gives NaN.
     """
     _check_codes(codes)
+    if isinstance(global_scale, bool) or not isinstance(global_scale, (int, float, Tensor)):
+        raise TypeError(f"global_scale must be a float or a tensor, got {type(global_scale).__name__}")
     scales = _scale_bytes("scales", scales)
     if scales.dim() <= 2:
         if planar_v:
@@ -205,7 +208,7 @@ def nvfp4_planar_pages(num_pages: int, num_kv_heads: int, device: torch.device |
     The memory is not initialised: slots that no token was written to may hold anything.
     """
     for name, value, least in (("num_pages", num_pages, 0), ("num_kv_heads", num_kv_heads, 1)):
-        if value < least:
+        if require_int(name, value) < least:
             raise ValueError(f"{name} must be at least {least}, got {value}")
     return torch.empty(num_pages, num_kv_heads * PLANAR_BYTES_PER_HEAD, dtype=torch.uint8, device=device)
 
@@ -218,6 +221,9 @@ def nvfp4_planar_views(pages: Tensor, num_kv_heads: int) -> PlanarViews:
             call), rows dense: what `nvfp4_planar_pages` gives, or one layer of a larger pool.
         num_kv_heads: KV heads in a page.
     """
+    _require_tensor("pages", pages)
+    if require_int("num_kv_heads", num_kv_heads) < 1:
+        raise ValueError(f"num_kv_heads must be at least 1, got {num_kv_heads}")
     want = num_kv_heads * PLANAR_BYTES_PER_HEAD
     if pages.dtype != torch.uint8 or pages.dim() != 2 or pages.shape[1] != want:
         raise ValueError(
@@ -251,10 +257,15 @@ def nvfp4_planar_write(
         k, v: ``(tokens, num_kv_heads, 128)`` bfloat16, float16 or float32, quantised as by `nvfp4_quantize`.
         k_global_sf, v_global_sf: the factors of `nvfp4_quantize`.
     """
+    _require_tensor("pages", pages)
+    _require_tensor("slots", slots)
     for name, x in (("k", k), ("v", v)):
         check_rows(name, x)
         if x.dim() != 3 or x.shape != k.shape:
             raise ValueError(f"{name} must have shape (tokens, num_kv_heads, {HEAD_DIM}), got {tuple(x.shape)}")
+    for name, x in (("slots", slots), ("k", k), ("v", v)):
+        if x.device != pages.device:
+            raise ValueError(f"{name} must be on the pages' device {pages.device}, got {x.device}")
     if slots.dtype not in (torch.int32, torch.int64) or slots.shape != k.shape[:1]:
         raise ValueError(
             f"slots must be int32 or int64 of shape ({k.shape[0]},), got {slots.dtype} of shape {tuple(slots.shape)}"
@@ -263,6 +274,8 @@ def nvfp4_planar_write(
     room = pages.shape[0] * BLOCK_SIZE
     if bool(((slots < 0) | (slots >= room)).any()):
         raise ValueError(f"slots must lie in 0..{room - 1} ({pages.shape[0]} pages of {BLOCK_SIZE} tokens)")
+    if bool((slots.sort().values.diff() == 0).any()):
+        raise ValueError("slots must be distinct, got one more than once: which token it would hold is not defined")
     quantized_k = quantize_rows(k, check_global_sf(k_global_sf, k, "k_global_sf"), "k")
     quantized_v = quantize_rows(v, check_global_sf(v_global_sf, v, "v_global_sf"), "v")
     page, token = slots.long() // BLOCK_SIZE, slots.long() % BLOCK_SIZE
@@ -281,8 +294,7 @@ def planar_store(
 
 def check_rows(name: str, x: Tensor) -> None:
     """Raise unless `x` is a floating tensor of rows of 128."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    _require_tensor(name, x)
     if x.dtype not in _INPUT_DTYPES:
         raise ValueError(f"{name} must be bfloat16, float16 or float32, got {x.dtype}: cast {name}")
     if x.dim() == 0 or x.shape[-1] != HEAD_DIM:
@@ -292,6 +304,7 @@ def check_rows(name: str, x: Tensor) -> None:
 def check_global_sf(value: float | Tensor, x: Tensor, name: str = "global_sf") -> Tensor:
     """A positive, finite factor as a float32 scalar on x's device. Reading a CUDA tensor synchronises."""
     if isinstance(value, Tensor):
+        _require_tensor(name, value)
         if value.dtype != torch.float32 or value.numel() != 1:
             raise ValueError(
                 f"{name} must be a float or a one-element float32 tensor, got {value.dtype}, shape {tuple(value.shape)}"
@@ -302,6 +315,10 @@ def check_global_sf(value: float | Tensor, x: Tensor, name: str = "global_sf") -
     elif isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float or a one-element float32 tensor, got {type(value).__name__}")
     else:
+        try:
+            value = float(value)
+        except OverflowError:  # an int past every float
+            value = math.inf if value > 0 else -math.inf
         scalar = torch.full((), value, dtype=torch.float64, device=x.device).float()
     if not 0 < float(scalar) < math.inf:
         raise ValueError(f"{name} must be positive and finite in float32, got {float(value)}")
@@ -309,6 +326,7 @@ def check_global_sf(value: float | Tensor, x: Tensor, name: str = "global_sf") -
 
 
 def _check_codes(codes: Tensor) -> None:
+    _require_tensor("codes", codes)
     if codes.dtype != torch.uint8 or codes.dim() == 0 or codes.shape[-1] != CODE_BYTES:
         raise ValueError(
             f"codes must be uint8 of shape (..., {CODE_BYTES}), got {codes.dtype} of shape {tuple(codes.shape)}"
@@ -316,6 +334,7 @@ def _check_codes(codes: Tensor) -> None:
 
 
 def _scale_bytes(name: str, scales: Tensor) -> Tensor:
+    _require_tensor(name, scales)
     if scales.dtype not in (torch.uint8, FP8):
         raise ValueError(f"{name} must be uint8 or float8_e4m3fn, got {scales.dtype}")
     return scales.view(torch.uint8)

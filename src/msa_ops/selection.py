@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .contract import BLOCK_SIZE, FP8, HEAD_DIM, MAX_TOPK
+from .arguments import check_destination
+from .contract import BLOCK_SIZE, FP8, HEAD_DIM, MAX_TOPK, _require_tensor
 from .nvfp4 import e4m3_to_float32
 
 _CHUNK = 1 << 18
@@ -43,8 +44,8 @@ def msa_topk_select(
         topk: ids per token and head, 1 to 4096.
         num_valid_pages: extent of a token: only blocks below it exist for the token. An int in ``0..blocks`` for all
             tokens, or ``(tokens,)`` int32, clamped to ``0..blocks`` on the device. Default all blocks.
-        output: destination, int32 ``(tokens, heads, topk)``, any strides with a dense last dim. For the layout of the
-            attention call pass ``buffer.transpose(0, 1)`` of a ``(heads, tokens, topk)`` buffer.
+        output: destination, int32 ``(tokens, heads, topk)``, any strides with a dense last dim, apart from the inputs.
+            For the layout of the attention call pass ``buffer.transpose(0, 1)`` of a ``(heads, tokens, topk)`` buffer.
         force_begin_blocks, force_end_blocks: the first and the last blocks of each token's extent are chosen before any
             other, whatever their scores; a block forced twice counts once. If `topk` is too small for all of them, the
             first blocks win in ascending order, then the last blocks from the end backwards.
@@ -62,6 +63,7 @@ def msa_topk_select(
         output = torch.empty(tokens, heads, topk, dtype=torch.int32, device=max_score.device)
     else:
         _check_select_output(output, (tokens, heads, topk), max_score.device)
+        check_destination("output", output, {"max_score": max_score, "num_valid_pages": num_valid_pages})
     chosen = min(topk, blocks)
     output[..., chosen:] = -1
     if chosen == 0:
@@ -101,8 +103,7 @@ def _check_select(
     max_score: Tensor, topk: int, num_valid_pages: int | Tensor | None, begin: int, end: int
 ) -> int | Tensor:
     """Check the inputs of `msa_topk_select`; the extent as an int, or int64 ``(tokens,)`` clamped to the blocks."""
-    if not isinstance(max_score, Tensor):
-        raise TypeError(f"max_score must be a torch.Tensor, got {type(max_score).__name__}")
+    _require_tensor("max_score", max_score)
     if max_score.dtype != torch.float32 or max_score.dim() != 3 or max_score.shape[0] == 0:
         raise ValueError(
             f"max_score must be float32 of shape (heads, blocks, tokens), got {max_score.dtype} of shape "
@@ -160,7 +161,7 @@ def msa_proxy_score(
         causal: token ``i`` of a request sees keys up to its position, ``seqlen_k - seqlen_q + i`` or ``q_offset + i``.
         max_seqlen_q: an upper bound of the requests' query tokens; checked, otherwise without effect.
         max_k_tiles: blocks of the result, at least those of the longest request, which is the default.
-        output: float32 destination of the result's shape, any strides.
+        output: float32 destination of the result's shape, any strides, apart from the inputs.
         reduce_heads: keep only the largest score over all index heads: one selection for all KV heads.
         q_offset: position of each request's first query token, an int for all or ``(batch,)`` int32.
         use_fp32_acc: accepted for compatibility: products are exact in float32 and always accumulate in it.
@@ -177,6 +178,8 @@ def msa_proxy_score(
     _check_index_tensors(q, k, page_table)
     requests = _read_requests(q, k, cu_seqlens_q, cu_seqlens_k, page_table, seqused_k, q_offset)
     output = _score_output(output, q, requests, max_seqlen_q, max_k_tiles, reduce_heads)
+    check_destination("output", output, {"q": q, "k": k, "page_table": page_table})
+    output.fill_(-math.inf)
     for b, request in enumerate(requests):
         pages = None if page_table is None else page_table[b]
         for tokens, blocks, score in _score_request(q.detach(), k.detach(), request, pages, causal):
@@ -218,7 +221,9 @@ def _score_request(
         for block in range(0, -(-high // BLOCK_SIZE), block_step):
             end = min(block + block_step, -(-high // BLOCK_SIZE))
             keys, missing = _load_blocks(k, request.k_start, pages, block, end)
-            score = torch.bmm(queries, keys.transpose(1, 2)).view(heads, count, end - block, BLOCK_SIZE)
+            with torch.autocast(q.device.type, enabled=False):  # which would round the products to 16 bits
+                score = torch.bmm(queries, keys.transpose(1, 2))
+            score = score.view(heads, count, end - block, BLOCK_SIZE)
             if end * BLOCK_SIZE > low:
                 key = torch.arange(block * BLOCK_SIZE, end * BLOCK_SIZE, device=q.device).view(-1, BLOCK_SIZE)
                 seen = torch.full((count,), length, device=q.device)
@@ -244,6 +249,8 @@ def _load_blocks(k: Tensor, k_start: int, pages: Tensor | None, block: int, end:
     else:
         page = pages[block:end].long()
         missing = (page < 0) | (page >= k.shape[0])
+        if k.shape[0] == 0:
+            raw = raw.new_zeros(1, *k.shape[1:])  # what missing blocks read
         keys = raw[page.masked_fill(missing, 0)].transpose(0, 1).flatten(1, 2)
     return (e4m3_to_float32(keys) if k.dtype == FP8 else keys.float()), missing
 
@@ -256,16 +263,14 @@ def _check_flags(**flags: bool) -> None:
 
 def _check_index_tensors(q: Tensor, k: Tensor, page_table: Tensor | None) -> None:
     for name, t in (("q", q), ("k", k)):
-        if not isinstance(t, Tensor):
-            raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+        _require_tensor(name, t)
         if t.dtype not in _INDEX_DTYPES:
             raise ValueError(f"{name} must be bfloat16, float16 or float8_e4m3fn, got {t.dtype}: cast {name}")
     if q.dim() != 3 or q.shape[2] != HEAD_DIM:
         raise ValueError(f"q must have shape (total_q, num_index_heads, {HEAD_DIM}), got {tuple(q.shape)}")
     want = f"(total_k, num_kv_heads, {HEAD_DIM}), flat"
     if page_table is not None:
-        if not isinstance(page_table, Tensor):
-            raise TypeError(f"page_table must be a torch.Tensor, got {type(page_table).__name__}")
+        _require_tensor("page_table", page_table)
         if page_table.dim() != 2:
             raise ValueError(f"page_table must have shape (batch, max_pages), got {tuple(page_table.shape)}")
         want = f"(num_pages, num_kv_heads, {BLOCK_SIZE}, {HEAD_DIM}), paged"
@@ -288,8 +293,7 @@ def _read_requests(
     q_offset: int | Tensor | None,
 ) -> list[_Request]:
     """Check the lengths and read them on the host."""
-    if not isinstance(cu_seqlens_q, Tensor):
-        raise TypeError(f"cu_seqlens_q must be a torch.Tensor, got {type(cu_seqlens_q).__name__}")
+    _require_tensor("cu_seqlens_q", cu_seqlens_q)
     if cu_seqlens_q.dim() != 1 or cu_seqlens_q.shape[0] < 1:
         raise ValueError(f"cu_seqlens_q must have shape (batch + 1,), got {tuple(cu_seqlens_q.shape)}")
     batch = cu_seqlens_q.shape[0] - 1
@@ -334,7 +338,7 @@ def _score_output(
     max_k_tiles: int | None,
     reduce_heads: bool,
 ) -> Tensor:
-    """Check the bounds and the destination of `msa_proxy_score`; the destination (a new one without) full of -inf."""
+    """Check the bounds and the destination of `msa_proxy_score`; returns the destination, a new one if none is given."""
     longest = max((r.blocks for r in requests), default=0)
     blocks = longest if max_k_tiles is None else max_k_tiles
     _check_int("max_k_tiles", blocks, longest, _INT32_MAX)
@@ -342,15 +346,14 @@ def _score_output(
         _check_int("max_seqlen_q", max_seqlen_q, max((r.q_tokens for r in requests), default=0), _INT32_MAX)
     shape = (1 if reduce_heads else q.shape[1], blocks, q.shape[0])
     if output is None:
-        return torch.full(shape, -math.inf, device=q.device)
-    if not isinstance(output, Tensor):
-        raise TypeError(f"output must be a torch.Tensor, got {type(output).__name__}")
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
+    _require_tensor("output", output)
     if output.dtype != torch.float32 or tuple(output.shape) != shape or output.device != q.device:
         raise ValueError(
             f"output must be float32 of shape {shape} on {q.device}, got {output.dtype} of shape {tuple(output.shape)} "
             f"on {output.device}"
         )
-    return output.fill_(-math.inf)
+    return output
 
 
 def _ascending(name: str, cumulative: Tensor, total: int) -> list[int]:
@@ -367,9 +370,8 @@ def _check_int(name: str, value: object, least: int, most: int) -> None:
         raise ValueError(f"{name} must lie in {least}..{most}, got {value}")
 
 
-def _check_int32(name: str, t: object, shape: tuple[int, ...], device: torch.device) -> None:
-    if not isinstance(t, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(t).__name__}")
+def _check_int32(name: str, t: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    _require_tensor(name, t)
     if t.dtype != torch.int32:
         raise ValueError(f"{name} must be int32, got {t.dtype}: pass {name}.to(torch.int32)")
     if tuple(t.shape) != shape:
