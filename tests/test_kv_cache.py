@@ -265,13 +265,81 @@ def test_a_refused_append_changes_nothing(name: str) -> None:
     assert snapshot(cache, [request]) == before
 
 
+BAD_TYPES = {
+    "append": (lambda c, a, b: c.append([a, b], *rows(4, 0), [3, 1.0]), r"counts\[1\] must be an int, got float"),
+    "extend": (lambda c, a, b: c.extend([a, b], [3, 1.0]), r"counts\[1\] must be an int, got float"),
+    "bool": (lambda c, a, b: c.extend([a], [True]), r"counts\[0\] must be an int, got bool"),
+    "request": (lambda c, a, b: c.extend([a, float(b)], [1, 1]), r"requests\[1\] must be an int, got float"),
+    "no sequence": (lambda c, a, b: c.extend(a, [1]), "requests must be a sequence of ints, got int"),
+    "fork": (lambda c, a, b: c.fork(a, 3.0), "tokens must be an int, got float"),
+    "truncate": (lambda c, a, b: c.truncate(a, 1.0), "length must be an int, got float"),
+    "free": (lambda c, a, b: c.free([a]), "request must be an int, got list"),
+    "layer": (lambda c, a, b: c.arguments([a], layer=0.0), "layer must be an int, got float"),
+    "max_pages": (lambda c, a, b: c.arguments([a], max_pages=4.0), "max_pages must be an int, got float"),
+    "k": (lambda c, a, b: c.append([a], [0.0], rows(1, 0)[1], [1]), "k must be a torch.Tensor, got list"),
+    "sparse": (lambda c, a, b: c.append([a], rows(1, 0)[0], filled(0.0).to_sparse(), [1]), "v must be a strided tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(BAD_TYPES))
+def test_wrong_types_change_nothing(name: str) -> None:
+    """Not even where one request shares a partly filled page, which adding to it would copy."""
+    cache = make(("bf16", "hnd"))
+    first = cache.add_request()
+    cache.append([first], *rows(130, 1), [130])
+    second = cache.fork(first)
+    before = snapshot(cache, [first, second])
+    call, message = BAD_TYPES[name]
+    with pytest.raises(TypeError, match=message):
+        call(cache, first, second)
+    assert snapshot(cache, [first, second]) == before and len(cache._requests) == 2
+    k, v = rows(1, 2)
+    cache.append([first], k, v, [1])
+    assert_holds(cache, first, *(torch.cat((x, y)) for x, y in zip(rows(130, 1), (k, v), strict=True)))
+
+
+def test_counts_and_requests_may_be_any_ints_read_once() -> None:
+    numpy = pytest.importorskip("numpy")
+    cache = make(("bf16", "hnd"))
+    requests = [cache.add_request() for _ in range(3)]
+    k, v = rows(6, 1)
+    cache.append((r for r in requests), k, v, numpy.array([1, 2, 3]))
+    assert [cache.length(r) for r in requests] == [1, 2, 3]
+    assert all(type(cache.length(r)) is int for r in requests)
+    assert cache.arguments(r for r in requests[:1])["seqused_k"].tolist() == [1]
+    assert cache.arguments(r for r in requests)["seqused_k"].tolist() == [1, 2, 3]
+    assert cache.arguments([])["seqused_k"].tolist() == []
+    assert_holds(cache, requests[2], k[3:], v[3:])
+
+
+@pytest.mark.parametrize("kv_format", ["fp8", "nvfp4"])
+def test_global_scales_have_normal_reciprocals(kv_format: str) -> None:
+    """What a cache takes it can store, zeros included; the rest is refused when the cache is made."""
+    for scale in (0.0, -1.0, 1e-46, 1e-40, 2.0**-127, 2.0**127, 1e39, 10**400, float("inf"), float("nan")):
+        for name in ("k_global_scale", "v_global_scale"):
+            with pytest.raises(ValueError, match=rf"{name} must be in 2\^-126\.\.2\^126, normal in float32"):
+                PagedKVCache(1, 1, kv_format=kv_format, **{name: scale})
+    for wrong in ("1", True, None):
+        with pytest.raises(TypeError, match="k_global_scale must be a float, got"):
+            PagedKVCache(1, 1, kv_format=kv_format, k_global_scale=wrong)  # type: ignore[arg-type]
+    for scale in (2.0**-126, 2.0**126, 3):
+        cache = PagedKVCache(1, 1, kv_format=kv_format, k_global_scale=scale, v_global_scale=scale)
+        request = cache.add_request()
+        x = torch.zeros(1, 1, 128)
+        x[..., 0] = 1.5 * scale
+        cache.append([request], x, -x, [1])
+        k, v = cache.read(request)
+        assert torch.equal(k, x) and torch.equal(v, -x)
+    assert type(cache.k_global_scale) is float
+
+
 BAD_USES = {
     "format": (lambda: PagedKVCache(1, 1, kv_format="int8"), "kv_format must be bf16, fp16, fp8 or nvfp4"),
     "float32": (lambda: PagedKVCache(1, 1, kv_format=torch.float32), "kv_format must be bf16"),
     "layout": (lambda: PagedKVCache(1, 1, kv_format="nvfp4", layout="hnd"), "layout must be one of planar, tiled"),
     "planar bf16": (lambda: PagedKVCache(1, 1, layout="planar"), "layout must be one of hnd, nhd, packed, packed_nhd"),
     "scale": (lambda: PagedKVCache(1, 1, k_global_scale=0.5), "k_global_scale belongs to an fp8 or nvfp4 cache"),
-    "negative scale": (lambda: PagedKVCache(1, 1, kv_format="fp8", v_global_scale=-1.0), "v_global_scale must be"),
+    "negative scale": (lambda: PagedKVCache(1, 1, kv_format="fp8", v_global_scale=-1.0), "v_global_scale must be in"),
     "no pages": (lambda: PagedKVCache(0, 1), "num_pages must be at least 1"),
     "layer": (lambda: PagedKVCache(1, 1).arguments([], layer=1), r"layer must lie in 0\.\.0, got 1"),
     "write": (lambda: PagedKVCache(1, HEADS).write(0, *rows(1, 0)), "call extend first"),

@@ -412,6 +412,10 @@ def test_cache_errors_name_what_is_wrong() -> None:
         MSAPagedCache(config, 0)
     with pytest.raises(ValueError, match="kv_dtype must be bf16, fp16, fp8 or nvfp4, got 'int4'"):
         MSAPagedCache(config, 128, kv_dtype="int4")
+    with pytest.raises(ValueError, match=r"v_global_scale must be in 2\^-126\.\.2\^126"):
+        MSAPagedCache(config, 128, kv_dtype="nvfp4", v_global_scale=1e39)
+    with pytest.raises(ValueError, match="k_global_scale belongs to an fp8 or nvfp4 cache"):
+        MSAPagedCache(config, 128, k_global_scale=2.0)
     model = enable(small_model("cpu"))
     cache = MSAPagedCache(model.config, 20)
     ids = tokens(2, 21, "cpu")

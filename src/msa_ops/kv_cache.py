@@ -8,10 +8,10 @@ can be allocated. Paging and copy-on-write follow Kwon et al., 2023, arXiv:2309.
 from __future__ import annotations
 
 import itertools
-import math
+import numbers
 from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from . import nvfp4
-from .contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALES_PER_ROW, KVFormat
+from .arguments import require_int
+from .contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALES_PER_ROW, KVFormat, _require_tensor
 
 SUPPORTS_PACKED_KV = True
 """K and V may be the halves of one packed cache, wherever the package runs (see `supports_packed_kv`)."""
@@ -58,6 +59,7 @@ def packed_kv_views(cache: Tensor, *, nhd: bool = False) -> tuple[Tensor, Tensor
         cache: ``(num_pages, num_kv_heads, 128, 256)``, or with `nhd` ``(num_pages, 128, num_kv_heads, 256)``: K in the
             first half of the last dim, V in the second.
     """
+    _require_tensor("cache", cache)
     token_dim = 1 if nhd else 2
     if cache.dim() != 4 or cache.shape[token_dim] != BLOCK_SIZE or cache.shape[3] != 2 * HEAD_DIM:
         want = "(num_pages, 128, num_kv_heads, 256)" if nhd else "(num_pages, num_kv_heads, 128, 256)"
@@ -84,8 +86,8 @@ class PagedKVCache:
             NVFP4 "planar".
         num_layers: layers served by the same pages and page table.
         device: where the pool lives.
-        k_global_scale, v_global_scale: fp8 and NVFP4 only, positive: the cache stores ``x / scale``, saturating at the
-            format's largest value (448, or 448 * 6), and `arguments` hands the scales to the attention call.
+        k_global_scale, v_global_scale: fp8 and NVFP4 only, 2^-126 to 2^126: the cache stores ``x / scale``, saturating
+            at the format's largest value (448, or 448 * 6), and `arguments` hands the scales to the attention call.
 
     Requests are integers made by `add_request` and `fork`. Slots past a request's length hold arbitrary bytes. Work on
     the device is queued on the current stream; an NVFP4 cache on a GPU synchronises to refuse NaN and inf.
@@ -104,18 +106,13 @@ class PagedKVCache:
         v_global_scale: float = 1.0,
     ) -> None:
         for name, value in (("num_pages", num_pages), ("num_kv_heads", num_kv_heads), ("num_layers", num_layers)):
-            if value < 1:
+            if require_int(name, value) < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         self.kv_format = _parse_format(kv_format)
-        quantised = self.kv_format in (KVFormat.FP8, KVFormat.NVFP4)
-        for name, scale in (("k_global_scale", k_global_scale), ("v_global_scale", v_global_scale)):
-            if not 0 < scale < math.inf:
-                raise ValueError(f"{name} must be positive and finite, got {scale}")
-            if scale != 1.0 and not quantised:
-                raise ValueError(f"{name} belongs to an fp8 or nvfp4 cache, got {scale} for {self.kv_format.value}")
+        self.k_global_scale = check_global_scale("k_global_scale", k_global_scale, self.kv_format)
+        self.v_global_scale = check_global_scale("v_global_scale", v_global_scale, self.kv_format)
         self.layout = _parse_layout(self.kv_format, layout)
         self.num_pages, self.num_kv_heads, self.num_layers = num_pages, num_kv_heads, num_layers
-        self.k_global_scale, self.v_global_scale = float(k_global_scale), float(v_global_scale)
         self._pool = _Pool(self.kv_format, self.layout, (num_layers, num_pages, num_kv_heads), device)
         self.device = self._pool.k.device
         self._requests: dict[int, _Request] = {}
@@ -147,7 +144,7 @@ class PagedKVCache:
 
     def truncate(self, request: int, length: int) -> None:
         """Drop the tokens of a request from position `length` on, e.g. rejected draft tokens."""
-        state = self._get(request)
+        state, length = self._get(request), require_int("length", length)
         if not 0 <= length <= state.length:
             raise ValueError(f"length must lie in 0..{state.length} (the request's tokens), got {length}")
         keep = _pages_for(length)
@@ -165,7 +162,7 @@ class PagedKVCache:
         No byte is copied: both share the pages. A partly filled last page is copied when one of them appends to it.
         """
         parent = self._get(request)
-        tokens = parent.length if tokens is None else tokens
+        tokens = parent.length if tokens is None else require_int("tokens", tokens)
         if not 0 <= tokens <= parent.length:
             raise ValueError(f"tokens must lie in 0..{parent.length} (the request's tokens), got {tokens}")
         child = self.add_request()
@@ -187,6 +184,7 @@ class PagedKVCache:
             OutOfPagesError: too few free pages.
             TypeError, ValueError: bad arguments, or NaN or inf for an NVFP4 cache. In all cases nothing was changed.
         """
+        requests, counts = _ints("requests", requests), _ints("counts", counts)
         lead = () if self.num_layers == 1 else (self.num_layers,)
         encoded_k, encoded_v = self._encode(k, v, (*lead, sum(counts)))
         self.extend(requests, counts)
@@ -200,6 +198,7 @@ class PagedKVCache:
         The requests' lengths grow at once. Raises as `append` does, changing nothing, and `ValueError` while `write` has
         not stored every layer of the tokens before: nothing could store them any more.
         """
+        requests, counts = _ints("requests", requests), _ints("counts", counts)
         self._check_all_written()
         need = self._pages_needed(requests, counts)
         if need > len(self._free):
@@ -251,7 +250,7 @@ class PagedKVCache:
             ``v_global_scale``; for NVFP4 also ``k_scale`` and ``v_scale``. Layers share one table: do not write to it.
         """
         self._check_layer(layer)
-        page_table, seqused_k = self._table(requests, max_pages)
+        page_table, seqused_k = self._table(_ints("requests", requests), max_pages)
         result: dict[str, Any] = {"page_table": page_table, "seqused_k": seqused_k}
         result.update(self._pool.layer(layer))
         if self.kv_format in (KVFormat.FP8, KVFormat.NVFP4):
@@ -269,7 +268,7 @@ class PagedKVCache:
         return (k * self.k_global_scale).to(dtype), (v * self.v_global_scale).to(dtype)
 
     def _get(self, request: int) -> _Request:
-        if request not in self._requests:
+        if require_int("request", request) not in self._requests:
             raise ValueError(f"request {request!r} is not in the cache: it was freed, or never added")
         return self._requests[request]
 
@@ -281,7 +280,7 @@ class PagedKVCache:
             )
 
     def _check_layer(self, layer: int) -> None:
-        if not 0 <= layer < self.num_layers:
+        if not 0 <= require_int("layer", layer) < self.num_layers:
             raise ValueError(f"layer must lie in 0..{self.num_layers - 1}, got {layer}")
 
     def _take(self) -> int:
@@ -297,11 +296,11 @@ class PagedKVCache:
     def _last_page_is_shared(self, state: _Request) -> bool:
         return state.length % BLOCK_SIZE != 0 and self._references[state.pages[-1]] > 1
 
-    def _pages_needed(self, requests: Sequence[int], counts: Sequence[int]) -> int:
+    def _pages_needed(self, requests: list[int], counts: list[int]) -> int:
         if len(requests) != len(counts):
             raise ValueError(f"counts must have one entry per request: got {len(counts)} for {len(requests)} requests")
         if len(set(requests)) != len(requests):
-            raise ValueError(f"requests must be distinct, got {list(requests)}: add up the counts of a repeated one")
+            raise ValueError(f"requests must be distinct, got {requests}: add up the counts of a repeated one")
         need = 0
         copied: Counter[int] = Counter()
         for request, count in zip(requests, counts, strict=True):
@@ -334,10 +333,10 @@ class PagedKVCache:
         self._pool.store(layer, self._pending.page, self._pending.token, k, v)
         self._pending.unwritten.discard(layer)
 
-    def _table(self, requests: Sequence[int], max_pages: int | None) -> tuple[Tensor, Tensor]:
+    def _table(self, requests: list[int], max_pages: int | None) -> tuple[Tensor, Tensor]:
         states = [self._get(request) for request in requests]
         longest = max((len(state.pages) for state in states), default=0)
-        width = max(longest, 1) if max_pages is None else max_pages
+        width = max(longest, 1) if max_pages is None else require_int("max_pages", max_pages)
         if width < longest:
             raise ValueError(f"max_pages must be at least {longest}, the pages of the longest request, got {max_pages}")
         key = (tuple(requests), width)
@@ -375,6 +374,27 @@ _Encoded = tuple[Tensor, ...]
 
 def _pages_for(tokens: int) -> int:
     return -(-tokens // BLOCK_SIZE)
+
+
+def _ints(name: str, values: Iterable[int]) -> list[int]:
+    """`values` as ints, read once: an iterator would be empty the second time."""
+    if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a sequence of ints, got {type(values).__name__}")
+    return [require_int(f"{name}[{i}]", value) for i, value in enumerate(values)]
+
+
+def check_global_scale(name: str, scale: float, kv_format: KVFormat) -> float:
+    """The scale as a float. Raises `TypeError` or `ValueError` for one that a cache of this format cannot have.
+
+    Writers multiply by the reciprocal or divide in float32, so both must be normal numbers there.
+    """
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"{name} must be a float, got {type(scale).__name__}")
+    if not 2.0**-126 <= scale <= 2.0**126:
+        raise ValueError(f"{name} must be in 2^-126..2^126, normal in float32 like its reciprocal, got {scale}")
+    if scale != 1.0 and kv_format not in (KVFormat.FP8, KVFormat.NVFP4):
+        raise ValueError(f"{name} belongs to an fp8 or nvfp4 cache, got {scale} for {kv_format.value}")
+    return float(scale)
 
 
 def _parse_format(kv_format: KVFormat | str | torch.dtype) -> KVFormat:

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...contract import BLOCK_SIZE, KVFormat
-from ...kv_cache import PagedKVCache
+from ...kv_cache import PagedKVCache, check_global_scale
 
 _STEP = "_msa_ops_step"
 _PLAIN = {torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
@@ -226,7 +226,7 @@ class MSAPagedCache(Cache):  # type: ignore[misc]
     Rows may have different lengths: with `enable`, a right-padded batch stores no padding.
 
     Raises:
-        ValueError: max_length below 1, or an unknown kv_dtype.
+        TypeError, ValueError: max_length below 1, an unknown kv_dtype, or scales that do not fit it.
     """
 
     def __init__(
@@ -242,6 +242,8 @@ class MSAPagedCache(Cache):  # type: ignore[misc]
             raise ValueError(f"max_length must be at least 1, got {max_length}")
         if kv_dtype not in [known.value for known in KVFormat]:
             raise ValueError(f"kv_dtype must be bf16, fp16, fp8 or nvfp4, got {kv_dtype!r}")
+        for name, scale in (("k_global_scale", k_global_scale), ("v_global_scale", v_global_scale)):
+            check_global_scale(name, scale, KVFormat(kv_dtype))
         self.max_length, self.kv_dtype = max_length, kv_dtype
         self._scales = {"k_global_scale": k_global_scale, "v_global_scale": v_global_scale}
         self.pool: PagedKVCache | None = None
