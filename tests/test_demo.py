@@ -202,11 +202,17 @@ def test_contexts_may_be_listed_repeated_and_in_k() -> None:
     "arguments, message",
     [
         (("--context", "x"), "--context must be lengths"),
-        (("--tokens", "0"), "--tokens must be at least 1, got 0"),
+        (("--context", "2048K"), "--context must be at most 1024K, got 2048K"),
+        (("--context", "9" * 5000), "--context must be lengths"),
+        (("--tokens", "0"), "--tokens must be in 1..4096, got 0"),
+        (("--tokens", "999999999"), "--tokens must be in 1..4096, got 999999999"),
+        (("--seed", "99999999999999999999999"), "--seed must be in 0..2^63 - 1, got 99999999999999999999999"),
+        (("--seed", "-1"), "--seed must be in 0..2^63 - 1, got -1"),
         (("--kv-dtype", "int8"), "--kv-dtype must be bf16, fp8 or nvfp4, got 'int8'"),
         (("--device", "tpu"), "--device must be auto, cpu or cuda, got 'tpu'"),
         (("--text", "/no/such/file"), "--text must be a file, got /no/such/file"),
         (("--out", __file__), "--out must be a folder, got the file"),
+        (("--out", f"{__file__}/below"), "--out must be a folder to write in, got"),
         (("--context", "200K"), "--context 204800 needs a text of as many bytes, got"),
     ],
 )
@@ -214,6 +220,13 @@ def test_wrong_options_are_named_before_anything_runs(arguments: tuple[str, ...]
     outcome = run(*arguments)
     assert outcome.exit_code == 2
     assert message in one_line(outcome)
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc, where not even root can make a file")
+@pytest.mark.parametrize("out", ["/proc", "/proc/none"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(out: str) -> None:
+    outcome = run("--out", out)
+    assert outcome.exit_code == 2 and f"--out must be a folder to write in, got {out}: " in one_line(outcome)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where torch sees no GPU")

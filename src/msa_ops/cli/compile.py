@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .folders import prepare_folder
+
 if TYPE_CHECKING:
     from ..engines.cuda.plan import Variant
 
@@ -105,7 +107,5 @@ def check_folder(out: Path | None) -> Path:
     from ..engines.cuda import compile as compiler
 
     folder = compiler.cache_dir() if out is None else out.absolute()
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out must be a folder, got the file {folder}")
-    folder.mkdir(parents=True, exist_ok=True)
+    prepare_folder("--out" if out is not None else "the kernel cache", folder)
     return folder

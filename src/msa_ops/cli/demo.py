@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .folders import prepare_folder
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -23,6 +25,9 @@ app = typer.Typer(add_completion=False)
 
 KV_DTYPES = ("bf16", "fp8", "nvfp4")
 DEFAULT_CONTEXTS = "1K,4K,16K"
+MAX_CONTEXT = 1 << 20
+MAX_TOKENS = 4096
+"""A token takes some ten decode steps, and all logits are kept: with more, a slip of the keyboard would run for hours."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +78,6 @@ def demo(
     if options.device_note:
         console.print(options.device_note, highlight=False)
     report = run_demo(options, console)
-    options.out.mkdir(parents=True, exist_ok=True)
     demo_report.write_json(report, options.out / "demo.json")
     demo_report.write_plot(report, options.out / "demo.png")
     demo_report.print_report(report, console)
@@ -89,19 +93,20 @@ def check_options(
 ) -> DemoOptions:
     """Turn the command line's values into `DemoOptions`. Raises `ValueError`, naming the option that is wrong."""
     contexts = parse_contexts(context or [DEFAULT_CONTEXTS])
-    if tokens < 1:
-        raise ValueError(f"--tokens must be at least 1, got {tokens}")
+    if not 1 <= tokens <= MAX_TOKENS:
+        raise ValueError(f"--tokens must be in 1..{MAX_TOKENS}, got {tokens}")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"--seed must be in 0..2^63 - 1, got {seed}")
     if kv_dtype not in KV_DTYPES:
         raise ValueError(f"--kv-dtype must be {', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}, got {kv_dtype!r}")
     device, note = choose_device(device, kv_dtype)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"--out must be a folder, got the file {out}")
     data, name = read_text(text)
     if len(data) < contexts[-1]:
         raise ValueError(
             f"--context {contexts[-1]} needs a text of as many bytes, got {len(data)} from {name}: "
             "give a longer one with --text"
         )
+    prepare_folder("--out", out)  # now, not after minutes of work
     return DemoOptions(contexts, tokens, kv_dtype, seed, out, data, name, device, note)
 
 
@@ -140,10 +145,12 @@ def parse_contexts(values: list[str]) -> tuple[int, ...]:
     """``["1K,4K", "16384"]`` as ``(1024, 4096, 16384)``: ascending, without repeats."""
     lengths = set()
     for value in ",".join(values).split(","):
-        match = re.fullmatch(r"\s*(\d+)\s*([kK]?)\s*", value)
+        match = re.fullmatch(r"\s*(\d{1,12})\s*([kK]?)\s*", value)
         length = int(match.group(1)) * (1024 if match.group(2) else 1) if match else 0
         if length < 1:
             raise ValueError(f"--context must be lengths such as 1K,4K or 16384, got {value.strip()!r}")
+        if length > MAX_CONTEXT:
+            raise ValueError(f"--context must be at most {MAX_CONTEXT // 1024}K, got {value.strip()}")
         lengths.add(length)
     return tuple(sorted(lengths))
 
@@ -154,7 +161,11 @@ def read_text(path: Path | None) -> tuple[bytes, str]:
         return (resources.files("msa_ops.cli") / "data" / "opticks.txt").read_bytes(), "Isaac Newton, Opticks (1730)"
     if not path.is_file():
         raise ValueError(f"--text must be a file, got {path}, which is none")
-    return path.read_bytes(), path.name
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_CONTEXT), path.name
+    except OSError as error:
+        raise ValueError(f"--text must be a file to read, got {path}: {error.strerror or error}") from None
 
 
 def run_demo(options: DemoOptions, console: Console) -> DemoReport:
