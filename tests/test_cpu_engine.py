@@ -187,6 +187,15 @@ def test_memory_is_bounded_with_many_threads(dtype: torch.dtype, monkeypatch: py
     assert _peak_bytes(args, kwargs) <= 64 << 20
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, torch.uint8], ids=["bf16", "fp8", "nvfp4"])
+def test_rows_computed_in_float64(dtype: torch.dtype) -> None:
+    """Queries and scale that float32 is not trusted with, scores as usual: several segments, empty rows, bounded memory."""
+    (q, k, v, ids), kwargs = _call([0, 40 * 128 - 5, 77, 2048], topk=40, dtype=dtype)
+    q, kwargs = q * 2.0**110, {**kwargs, "softmax_scale": 2.0**-110 / math.sqrt(128)}
+    _assert_matches_reference((q, k, v, ids), kwargs)
+    assert _peak_bytes((q, k, v, ids), kwargs) <= 64 << 20
+
+
 def test_flat_rows_outside_the_cache_are_skipped_at_both_ends() -> None:
     generator = torch.Generator().manual_seed(3)
     k, v = (torch.randn(400, 2, 128, generator=generator).bfloat16() for _ in range(2))
