@@ -10,8 +10,11 @@ import importlib
 from typing import Any
 
 SUB_COMMANDS = {
+    "bench": "msa_ops.cli.bench",
     "compile": "msa_ops.cli.compile",
     "demo": "msa_ops.cli.demo",
+    "doctor": "msa_ops.cli.doctor",
+    "explain": "msa_ops.cli.explain",
 }
 """Name of a sub-command and the module that holds it."""
 

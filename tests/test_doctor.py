@@ -1,0 +1,397 @@
+"""`msa-ops doctor`: the self-tests find faults, machines of every kind get the right diagnosis, the report can be read.
+
+Machines that are not here are made up: `doctor.probe` reads one, and everything behind it takes what was read as data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer.testing
+
+import msa_ops.decode
+from compare import LSE_TOLERANCE, ROW_TOLERANCE
+from msa_ops import doctor, selftest
+from msa_ops.cli import doctor as command
+from msa_ops.cli.main import build_app
+from msa_ops.contract import _KV_FORMATS_OF_Q, KVFormat, KVLayout, ScaleLayout
+from msa_ops.doctor import Cache, CachedArchitecture, Gpu, Machine, Missing
+from msa_ops.engines.cuda import compile as compiler
+from msa_ops.engines.cuda import plan
+from msa_ops.selftest import CompileResult, NumericResult, Route
+
+H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * 2**30, 132, 232448, 233472)
+T4 = Gpu(0, "Tesla T4", (7, 5), 15 * 2**30, 40, 65536, 65536)
+NO_GPU = Machine(
+    msa_ops="0.1.0", kernel_source="0123456789abcdef", python="3.11.7", platform="Linux x86_64", torch="2.13.0+cpu",
+    torch_cuda=None, threads=1, system_gpus=(), gpus=(), driver=None, driver_cuda=None, cuda_bindings=None,
+    cuda_bindings_error="No module named 'cuda'", nvrtc=None, nvrtc_error="No module named 'cuda'", nvrtc_architectures=(),
+    cache=Cache("~/.cache/msa_ops", False, True, (), 0, 0, 0), environment={},
+)  # fmt: skip
+WHOLE = dataclasses.replace(
+    NO_GPU, torch="2.13.0+cu130", torch_cuda="13.0", system_gpus=("NVIDIA H200",), gpus=(H200,), driver="580.159.04",
+    driver_cuda=(13, 0), cuda_bindings="13.0.3", cuda_bindings_error=None, nvrtc=(13, 0), nvrtc_error=None,
+    nvrtc_architectures=(80, 90, 100),
+)  # fmt: skip
+PREBUILT = Cache("/prebuilt", True, False, (CachedArchitecture("sm_90", 6, 6),), 6, 400000, 0)
+
+
+real_examine = doctor.examine
+
+
+def result(device: str, route: Route, way: str, message: str = "") -> NumericResult:
+    names = (device, route.q, route.kv.value, route.layout_name, way)
+    return NumericResult(*names, not message, None if message else 1e-3, 4e-3, 1e-7, 1e-4, message)
+
+
+def all_pass(device: str, route: Route, way: str, facts: plan.DeviceFacts | None) -> NumericResult:
+    return result(device, route, way)
+
+
+def compiles(target: str, facts: plan.DeviceFacts) -> CompileResult:
+    return CompileResult(target, "fp8-g1w4t128s3b2", True, 80000, 0.5, "")
+
+
+def examined(machine: Machine, numeric_test: doctor.NumericTest = all_pass) -> doctor.Report:
+    return real_examine(machine, compile_test=compiles, numeric_test=numeric_test)
+
+
+def printed(report: doctor.Report, capsys: pytest.CaptureFixture[str]) -> str:
+    command.render(report, command.make_console(plain=True))
+    return capsys.readouterr().out
+
+
+# --- the self-tests ---
+
+
+def test_routes_are_all_of_the_contract() -> None:
+    found = selftest.routes()
+    assert len(set(found)) == len(found)
+    for name, dtype in selftest._QUERY_DTYPES.items():
+        for kv in KVFormat:
+            layouts = {(r.layout, r.scales) for r in found if r.q == name and r.kv is kv}
+            if kv not in _KV_FORMATS_OF_Q[dtype]:
+                want = set()
+            elif kv is KVFormat.NVFP4:
+                want = {(layout, ScaleLayout.TILED) for layout in KVLayout} | {(KVLayout.PAGED, ScaleLayout.PLANAR)}
+            else:
+                want = {(layout, ScaleLayout.NONE) for layout in KVLayout}
+            assert layouts == want, (name, kv)
+
+
+@pytest.mark.parametrize(
+    "route", selftest.routes(), ids=lambda r: f"{r.q}-{r.kv.value}-{r.layout_name}".replace(" ", "-")
+)
+def test_every_route_of_the_cpu_passes(route: Route) -> None:
+    found = selftest.numeric("cpu", route, "segments", None)
+    assert found.passed, found.message
+    assert found.error is not None and found.lse_error is not None
+
+
+def test_tolerances_are_those_of_the_tests() -> None:
+    assert (selftest.ROW_TOLERANCE, selftest.LSE_TOLERANCE) == (ROW_TOLERANCE, LSE_TOLERANCE)
+
+
+def _wrong_output(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[-1, -1] *= 1.02
+
+
+def _wrong_lse(out: torch.Tensor, lse: torch.Tensor) -> None:
+    lse[0, 0] += 1e-3
+
+
+def _nan(out: torch.Tensor, lse: torch.Tensor) -> None:
+    out[0, 0, 0] = torch.nan
+
+
+def _raises(out: torch.Tensor, lse: torch.Tensor) -> None:
+    raise RuntimeError("the engine broke")
+
+
+@pytest.mark.parametrize("fault", [_wrong_output, _wrong_lse, _nan, _raises])
+def test_a_faulty_engine_fails_and_the_exit_code_is_1(
+    fault: Callable[..., None], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = msa_ops.decode.ops.run
+
+    def faulty(problem: Any, out: torch.Tensor, lse: torch.Tensor) -> None:
+        real(problem, out, lse)
+        if problem.kv_format is KVFormat.FP16:
+            fault(out, lse)
+
+    monkeypatch.setattr(msa_ops.decode.ops, "run", faulty)
+    report = doctor.examine(NO_GPU)
+    assert report.exit_code == 1
+    assert len(report.failures) == 2  # paged and flat
+    assert all(line.startswith("cpu: fp16 q, fp16 KV, ") for line in report.failures)
+    assert fault is not _raises or "RuntimeError: the engine broke" in report.failures[0]
+    json.dumps(report.to_dict(), allow_nan=False)
+    text = printed(report, capsys)
+    assert "FAILED: segments" in text and "2 of 21 self-tests FAILED." in text
+
+
+@pytest.mark.parametrize("capability", list(plan.SHARED_PER_BLOCK))
+@pytest.mark.parametrize("multiprocessors", [20, 132])
+def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int], multiprocessors: int) -> None:
+    """The plans that these problems get on each generation, and that no kernel goes untested."""
+    facts = plan.DeviceFacts.of_capability(capability, multiprocessors)
+    tested = set()
+    for route in selftest.routes():
+        for way in selftest.ways(route, facts):
+            size = selftest._size(way, facts)
+            tokens = len(size.lengths) * size.seqlen_q
+            forced = None if way == "wide" else plan.Combine[way.upper()]
+            shape = plan.Shape(route.kv, route.scales, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
+            room = plan.typical_room(facts, plan.choose_variant(route.kv, route.scales, facts))
+            taken = plan.make_plan(shape, facts, room)
+            assert taken.combine.name.lower() == ("none" if way == "wide" else way)
+            assert (taken.variant == plan.wide_variant(route.kv, route.scales, facts)) == (way == "wide")
+            assert taken.variant.name in selftest.variants(route, facts)
+            tested.add(taken.variant)
+    assert tested == set(plan.variants_for(facts, plan.SERVED_FORMATS))
+
+
+def test_the_problem_of_the_wide_kernel_is_right_on_the_cpu() -> None:
+    facts = plan.DeviceFacts.of_capability((9, 0), 70)
+    route = Route("bf16", KVFormat.FP8, KVLayout.PAGED, ScaleLayout.NONE)
+    size = selftest._size("wide", facts)
+    args, kwargs = selftest._arguments(route, size, "cpu")
+    got = msa_ops.msa_sparse_decode_attention(*args, **kwargs)
+    assert isinstance(got, tuple)
+    error, lse_error = selftest._errors(got, selftest._expected(route, size))
+    assert error <= ROW_TOLERANCE[torch.bfloat16] and lse_error <= LSE_TOLERANCE
+
+
+def test_forcing_a_route_leaves_the_environment_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSA_OPS_PLAN", "1,4,64,3,2,1,0")
+    monkeypatch.delenv("MSA_OPS_COMBINE", raising=False)
+    with selftest._forced("scratch"):
+        assert os.environ["MSA_OPS_COMBINE"] == "scratch" and "MSA_OPS_PLAN" not in os.environ
+    assert os.environ["MSA_OPS_PLAN"] == "1,4,64,3,2,1,0" and "MSA_OPS_COMBINE" not in os.environ
+
+
+def test_compiling_is_tested() -> None:
+    facts = plan.DeviceFacts.of_capability((9, 0))
+    if doctor.probe().nvrtc is None:
+        failed = selftest.compile_one("sm_90", facts)
+        assert not failed.passed and "pip install" in failed.message
+        return
+    found = selftest.compile_one("sm_90", facts)
+    assert found.passed and found.cubin_bytes > 1000 and found.variant.startswith("fp8-")
+    failed = selftest.compile_one("sm_10", facts)
+    assert not failed.passed and "could not compile" in failed.message
+
+
+@pytest.mark.gpu
+def test_a_real_gpu_passes() -> None:
+    report = doctor.examine()
+    assert report.failures == ()
+    assert {route.device for route in report.routes} >= {"cpu", "cuda:0"}
+    assert all(t.passed for route in report.routes for t in route.tests)
+
+
+# --- diagnoses ---
+
+
+def test_this_machine_can_be_read() -> None:
+    machine = doctor.probe()
+    assert machine.torch == torch.__version__ and machine.torch_cuda == torch.version.cuda
+    assert len(machine.gpus) == (torch.cuda.device_count() if torch.cuda.is_available() else 0)
+    assert (machine.nvrtc is None) == (machine.nvrtc_error is not None)
+    assert (machine.cuda_bindings is None) == (machine.cuda_bindings_error is not None)
+
+
+def test_a_machine_without_a_gpu_lacks_nothing() -> None:
+    report = examined(NO_GPU)
+    assert report.exit_code == 0 and report.missing == ()
+    assert {route.engine for route in report.routes} == {"cpu"}
+    assert report.compile_tests == () and "needed on GPUs only" in report.not_run[0]
+    with_nvrtc = examined(dataclasses.replace(NO_GPU, nvrtc=(13, 0), nvrtc_architectures=(90,)))
+    assert [test.target for test in with_nvrtc.compile_tests] == ["sm_90"]
+
+
+def test_a_whole_gpu_machine_is_well() -> None:
+    report = examined(WHOLE)
+    assert report.exit_code == 0 and report.missing == () and report.not_run == ()
+    on_gpu = [route for route in report.routes if route.device == "cuda:0"]
+    assert len(on_gpu) == len(selftest.routes())
+    for route in on_gpu:
+        if route.kv == "nvfp4":
+            assert route.engine is None and route.tests == () and "not served" in (route.why_not or "")
+        else:
+            assert route.engine == "cuda" and len(route.kernels) == 2
+            assert [t.way for t in route.tests] == ["none", "cluster", "scratch", "wide"]
+
+
+MISSING = [
+    pytest.param({"cuda_bindings": None, "cuda_bindings_error": "no module"}, "cuda-bindings", "pip install 'msa-ops[cuda13]'"),
+    pytest.param(
+        {"cuda_bindings": None, "nvrtc": None, "torch_cuda": "12.8"}, "cuda-bindings", "pip install 'msa-ops[cuda12]'"
+    ),
+    pytest.param({"nvrtc": None, "nvrtc_error": "no library"}, "NVRTC, which", "pip install 'msa-ops[cuda13]'"),
+    pytest.param({"driver_cuda": (12, 4)}, "suits the driver", "pip install 'msa-ops[cuda12]'"),
+    pytest.param({"nvrtc_architectures": (80,)}, "9.0 (NVIDIA H200)", "pip install --upgrade nvidia-cuda-nvrtc"),
+    pytest.param(
+        {"cache": Cache("/read/only", True, False, (), 0, 0, 0)}, "/read/only", "export MSA_OPS_CACHE_DIR=/some/writable/folder"
+    ),
+    pytest.param(
+        {"gpus": (), "torch_cuda": None}, "a torch built with CUDA",
+        "pip install --force-reinstall torch (on Windows: the command at https://pytorch.org/get-started)",
+    ),
+    pytest.param(
+        {"gpus": ()}, "a driver that torch can use",
+        "update the NVIDIA driver, or install a torch built for the driver's CUDA version"
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change, what, remedy", MISSING)
+def test_what_is_missing_is_named_with_its_remedy(
+    change: dict[str, Any], what: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = examined(dataclasses.replace(WHOLE, **change))
+    assert report.exit_code == 2
+    (only,) = report.missing
+    assert what in only.what and only.remedy == remedy
+    assert remedy in printed(report, capsys), "brackets of extras are no markup"
+
+
+@pytest.mark.parametrize("change", [p.values[0] for p in MISSING[:5]])
+def test_a_gpu_that_cannot_run_is_not_tested(change: dict[str, Any]) -> None:
+    def refuse_cuda(device: str, route: Route, way: str, facts: plan.DeviceFacts | None) -> NumericResult:
+        assert device == "cpu"
+        return result(device, route, way)
+
+    report = examined(dataclasses.replace(WHOLE, **change), refuse_cuda)
+    assert any(line.startswith("numeric self-tests on cuda:0: ") for line in report.not_run)
+    assert all(r.why_not for r in report.routes if r.device == "cuda:0")
+
+
+def test_a_prebuilt_cache_needs_no_compiler_and_no_writing() -> None:
+    report = examined(dataclasses.replace(WHOLE, nvrtc=None, nvrtc_error="no library", cache=PREBUILT))
+    assert report.exit_code == 0 and report.missing == ()
+    assert any(route.tests for route in report.routes if route.device == "cuda:0")
+    part = dataclasses.replace(PREBUILT, architectures=(CachedArchitecture("sm_90", 5, 6),))
+    assert len(doctor.missing(dataclasses.replace(WHOLE, nvrtc=None, nvrtc_error="no library", cache=part))) == 2
+
+
+def test_an_unsupported_gpu_is_said_to_be_one() -> None:
+    report = examined(dataclasses.replace(WHOLE, gpus=(T4,), system_gpus=("Tesla T4",)))
+    assert report.exit_code == 0
+    assert any("7.5 is not supported" in note for note in report.notes)
+    assert all(route.engine is None for route in report.routes if route.device == "cuda:0")
+    assert report.to_dict()["machine"]["gpus"][0]["supported"] is False
+
+
+def test_a_gpu_that_is_hidden_on_purpose_is_not_missed() -> None:
+    report = examined(dataclasses.replace(WHOLE, gpus=(), environment={"CUDA_VISIBLE_DEVICES": ""}))
+    assert report.exit_code == 0
+    assert report.notes == ("CUDA_VISIBLE_DEVICES hides this machine's GPU.",)
+
+
+def test_a_failure_weighs_more_than_something_missing() -> None:
+    def broken(device: str, route: Route, way: str, facts: plan.DeviceFacts | None) -> NumericResult:
+        return result(device, route, way, "wrong" if way == "scratch" else "")
+
+    assert examined(WHOLE, broken).exit_code == 1
+    both = doctor.Report(WHOLE, (), (CompileResult("sm_90", "v", False, 0, 0.0, "no"),), (Missing("a", "b"),), (), ())
+    assert both.exit_code == 1
+    assert both.failures == ("compiling v for sm_90: no",)
+
+
+def test_a_forced_plan_is_noted() -> None:
+    machine = dataclasses.replace(WHOLE, environment={"MSA_OPS_COMBINE": "none", "MSA_OPS_CHECK": "1"})
+    text = " ".join(examined(machine).notes)
+    assert "MSA_OPS_COMBINE forces" in text and "MSA_OPS_CHECK=1" in text
+
+
+# --- the cache ---
+
+
+def test_the_cache_is_counted_by_version_and_architecture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", str(tmp_path / "kernels"))
+    empty = doctor.read_cache()
+    assert (empty.folder, empty.exists, empty.writable, empty.files) == ("~/kernels", False, True, 0)
+    assert not (tmp_path / "kernels").exists(), "reading creates nothing"
+    wanted = plan.variants((9, 0))
+    for variant in wanted:
+        compiler.write_cached(variant, "sm_90", b"cubin", (13, 0))
+    compiler.write_cached(plan.variants((8, 0))[0], "sm_80", b"cubin", (13, 0))
+    other = tmp_path / "kernels" / "ffffffffffffffff" / "sm_90" / "old.cubin"
+    other.parent.mkdir(parents=True)
+    other.write_bytes(b"old")
+    cache = doctor.read_cache()
+    assert cache.files == len(wanted) + 1 and cache.files_of_other_versions == 1 and cache.bytes > 0
+    assert cache.holds("sm_90") and not cache.holds("sm_80") and not cache.holds("sm_100a") and not cache.holds(None)
+
+
+def test_a_file_in_the_caches_place_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", str(tmp_path / "file" / "kernels"))
+    assert not doctor.read_cache().writable
+
+
+# --- the command ---
+
+
+def run(*arguments: str) -> Any:
+    return typer.testing.CliRunner().invoke(build_app(), ["doctor", *arguments])
+
+
+KEYS = {
+    "schema_version", "exit_code", "failures", "machine", "routes", "compile_tests", "missing", "not_run", "notes",
+}  # fmt: skip
+MACHINE_KEYS = {
+    "msa_ops", "kernel_source", "python", "platform", "torch", "torch_cuda", "threads", "system_gpus", "gpus", "driver",
+    "driver_cuda", "cuda_bindings", "cuda_bindings_error", "nvrtc", "nvrtc_error", "nvrtc_architectures", "cache",
+    "environment",
+}  # fmt: skip
+
+
+def test_the_json_report_keeps_its_schema(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda: WHOLE)
+    monkeypatch.setattr(doctor, "examine", lambda progress: examined(doctor.probe()))
+    done = run("--json")
+    assert done.exit_code == 0
+    found = json.loads(done.stdout)
+    assert found["schema_version"] == doctor.SCHEMA_VERSION == 1
+    assert set(found) == KEYS and set(found["machine"]) == MACHINE_KEYS
+    assert set(found["routes"][0]) == {"device", "q", "kv", "layout", "engine", "kernels", "why_not", "tests"}
+    assert found["machine"]["gpus"][0]["architecture"] == "sm_90"
+
+
+@pytest.mark.parametrize("machine, code", [(WHOLE, 0), (dataclasses.replace(WHOLE, nvrtc=None), 2)])
+def test_the_exit_code_is_the_reports(machine: Machine, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda progress: examined(machine))
+    assert run("--plain").exit_code == code
+
+
+def test_the_plain_report_of_a_gpu_machine_can_be_pasted(capsys: pytest.CaptureFixture[str]) -> None:
+    text = printed(examined(WHOLE), capsys)
+    assert text.isascii() and "\x1b" not in text
+    assert max(len(line) for line in text.splitlines()) <= 120
+    for part in (
+        "NVIDIA H200, compute capability 9.0 (supported, sm_90)", "580.159.04, serves CUDA 13.0", "2.13.0+cu130 (CUDA 13.0)",
+        "fp8-g1w4t128s3b2", "NVFP4 is not served", "ok: none, cluster, scratch,", "All well: ",
+    ):  # fmt: skip
+        assert part in " ".join(text.split()), part
+
+
+def test_the_command_runs_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", str(tmp_path))
+    if torch.cuda.is_available():
+        monkeypatch.setattr(doctor, "_gpus", lambda: ())  # its own test runs on it
+        monkeypatch.setattr(doctor, "_system_gpus", lambda: ())
+    done = run("--json")
+    report = json.loads(done.stdout)
+    assert (done.exit_code, report["failures"]) == (0, [])
+    tests = [test for route in report["routes"] for test in route["tests"]]
+    assert len(tests) == len(selftest.routes()) and all(test["passed"] for test in tests)
