@@ -4,18 +4,35 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from . import report
 from .options import Options, parse
 from .runner import Runner
 
 
-def run(options: Options, say: Callable[[str], None] = print) -> dict[str, object]:
-    """Measure what `options` ask for, write the files that they name, and return the report."""
+def measure(
+    options: Options,
+    say: Callable[[str], None] = print,
+    progress: Callable[[int, int, str], None] | None = None,
+) -> dict[str, Any]:
+    """Measure what `options` ask for, write the files that they name, and return the report.
+
+    `progress` is told the number of shapes done, of all, and the next one's name. Raises `RuntimeError` where there is
+    no such device.
+    """
     runner = Runner(options, say)
     runner.checkpoint = lambda so_far: report.write(so_far, options.json, options.markdown)
+    if progress is not None:
+        runner.progress = progress
     result = runner.run()
     report.write(result, options.json, options.markdown)
+    return result
+
+
+def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
+    """`measure`, with the verdicts said at the end."""
+    result = measure(options, say)
     for line in report.summary_lines(result):
         say(line)
     for text in result["not_measured"]:

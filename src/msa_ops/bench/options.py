@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
 from dataclasses import dataclass
+from typing import Any
 
 from .inputs import KV_KINDS
 from .peers import PEERS
-from .presets import PRESETS, Axes, split_heads
+from .presets import PRESETS, TP_SIZES, Axes, split_heads
 
 _NVFP4 = tuple(kv for kv in KV_KINDS if kv.startswith("nvfp4"))
 
@@ -43,6 +45,20 @@ def parse(argv: list[str] | None = None) -> Options:
         parser.error(str(error))
 
 
+def from_values(**values: Any) -> Options:
+    """Options of values named as the command line's options; what is missing or `None` takes its default.
+
+    Raises `ValueError` for a bad value and `TypeError` for a name that is no option.
+    """
+    given = _parser().parse_args([])
+    for name, value in values.items():
+        if not hasattr(given, name):
+            raise TypeError(f"no option is called {name!r}")
+        if value is not None:
+            setattr(given, name, value)
+    return _options(given)
+
+
 def _parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(description="Measure msa_ops and published implementations of the same operation.")
     add = p.add_argument
@@ -51,7 +67,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", help="comma-separated; default: the preset's")
     add("--heads", help="comma-separated QUERY/KV pairs; default: the preset's")
     add("--seqlen-q", help="comma-separated; default: the preset's")
-    add("--context", type=int, help="keys per request; default: 32768 (512 with --smoke)")
+    add("--context", help="keys per request, such as 32K; several for preset model; default: 32K (512 with --smoke)")
+    add("--tp", help="tensor-parallel sizes of preset model, comma-separated; default: 1,2,4,8")
     add("--topk", type=int, default=16)
     add("--overlap", action="store_true", help="tokens of a request share 12 to 15 of 16 blocks (always so in spec)")
     add("--extra", action="store_true", help="more heads and query lengths, outside the goals")
@@ -78,33 +95,60 @@ def _parser() -> argparse.ArgumentParser:
 
 def _options(given: argparse.Namespace) -> Options:
     smoke = given.smoke
-    replays = given.replays or (3 if smoke else 11)
-    if replays < 7 and not smoke:
-        raise ValueError(f"--replays must be at least 7 for a median worth reading, got {replays}")
+    _check_numbers(given)
+    presets = tuple(dict.fromkeys(given.preset or ["grid"]))
     sweep = _sweep(given.sweep or [])
     against = given.against or ("none" if sweep else "flashinfer,vllm")
-    peers = () if against == "none" else tuple(against.split(","))
+    peers = () if against == "none" else tuple(dict.fromkeys(against.split(",")))
     for peer in peers:
         if peer not in PEERS:
             raise ValueError(f"--against takes {', '.join(PEERS)} or none, got {peer!r}")
-    heads = tuple(given.heads.split(",")) if given.heads else (("4/2", "4/1") if smoke else None)
+    replays = (3 if smoke else 11) if given.replays is None else given.replays
+    calls = (2 if smoke else None) if given.calls is None else given.calls
+    return Options(
+        presets, _axes(given, presets), peers, sweep, given.device, smoke, replays, calls, given.time_budget,
+        given.seed, 0 if smoke else given.workers, given.json, given.markdown, given.commit,
+    )  # fmt: skip
+
+
+def _check_numbers(given: argparse.Namespace) -> None:
+    least = {"replays": 1 if given.smoke else 7, "calls": 1, "topk": 1, "workers": 0}
+    for name, bound in least.items():
+        value = getattr(given, name)
+        if value is not None and value < bound:
+            reason = " for a median worth reading" if name == "replays" and not given.smoke else ""
+            raise ValueError(f"--{name} must be at least {bound}{reason}, got {value}")
+    if given.time_budget is not None and not given.time_budget > 0:
+        raise ValueError(f"--time-budget must be more than 0 seconds, got {given.time_budget:g}")
+
+
+def _axes(given: argparse.Namespace, presets: tuple[str, ...]) -> Axes:
+    smoke = given.smoke
+    heads = tuple(given.heads.split(",")) if given.heads else None
     for pair in heads or ():
         split_heads(pair)
-    axes = Axes(
-        _kvs(given.kv),
-        _numbers("--batch", given.batch) or ((1, 3) if smoke else None),
-        heads,
-        _numbers("--seqlen-q", given.seqlen_q),
-        given.context or (512 if smoke else 32768),
-        given.topk,
-        given.overlap,
-        given.extra,
+    contexts, tps = parse_sizes("--context", given.context), _numbers("--tp", given.tp)
+    if heads and presets == ("model",):
+        raise ValueError("--heads is not for preset model, whose heads follow from --tp")
+    if tps and "model" not in presets:
+        raise ValueError("--tp is for preset model; the others take --heads")
+    for tp in tps or ():
+        if tp not in TP_SIZES:
+            raise ValueError(f"--tp takes {', '.join(map(str, TP_SIZES))}, got {tp}")
+    if contexts and len(contexts) > 1 and presets != ("model",):
+        raise ValueError(f"--context takes one length, several for preset model alone, got {given.context!r}")
+    return Axes(
+        kvs=_kvs(given.kv),
+        batches=_numbers("--batch", given.batch) or ((1, 3) if smoke else None),
+        heads=heads or (("4/2", "4/1") if smoke else None),
+        seqlens_q=_numbers("--seqlen-q", given.seqlen_q),
+        context=contexts[0] if contexts else 512 if smoke else 32768,
+        topk=given.topk,
+        overlap=given.overlap,
+        extra=given.extra,
+        contexts=contexts or ((512, 1024) if smoke else None),
+        tps=tps,
     )
-    return Options(
-        tuple(dict.fromkeys(given.preset or ["grid"])), axes, peers, sweep, given.device, smoke, replays,
-        given.calls or (2 if smoke else None), given.time_budget, given.seed, 0 if smoke else given.workers, given.json,
-        given.markdown, given.commit,
-    )  # fmt: skip
 
 
 def _kvs(text: str | None) -> tuple[str, ...]:
@@ -124,6 +168,19 @@ def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
     if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
         raise ValueError(f"{option} takes positive numbers separated by commas, got {text!r}")
     return tuple(int(part) for part in text.split(","))
+
+
+def parse_sizes(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Numbers that may end in K (1,024) or M (1,048,576)."""
+    if text is None:
+        return None
+    sizes = []
+    for part in str(text).split(","):
+        match = re.fullmatch(r"(\d+)([KM]?)", part.strip().upper())
+        if match is None or int(match[1]) == 0:
+            raise ValueError(f"{option} takes positive numbers such as 8192, 8K or 1M, got {text!r}")
+        sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]])
+    return tuple(dict.fromkeys(sizes))
 
 
 def _sweep(texts: list[str]) -> tuple[dict[str, str | None], ...]:

@@ -10,11 +10,17 @@ from ..contract import BLOCK_SIZE
 from .goals import NOISE, ONE_LONG_LIMIT, RAGGED_LIMIT, SEPARATE_LIMIT
 from .inputs import Call, Shape
 
-PRESETS = ("grid", "ragged", "spec", "accuracy", "host")
+PRESETS = ("grid", "ragged", "spec", "model", "accuracy", "host")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HEADS = ("64/4", "16/1")
 EXTRA_HEADS = ("32/2", "8/1")
 LONGEST = 131072
+# MiniMax-M3: 57 layers attend sparsely, with 64 query and 4 KV heads.
+MODEL_LAYERS = 57
+MODEL_HEADS = (64, 4)
+TP_SIZES = (1, 2, 4, 8)
+MODEL_CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
+MODEL_BATCHES = (1, 32)
 
 
 @dataclass(frozen=True)
@@ -28,6 +34,10 @@ class Job:
     baseline_shape: Shape | None = None
     limit: float = 0.0
     in_grid: bool = True
+    tp: int = 0
+    """Tensor-parallel size in preset model, else 0."""
+    layers: int = 0
+    """Layers of the model that make this call in one step, else 0."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +52,8 @@ class Axes:
     topk: int = 16
     overlap: bool = False
     extra: bool = False
+    contexts: tuple[int, ...] | None = None
+    tps: tuple[int, ...] | None = None
 
 
 def split_heads(heads: str) -> tuple[int, int]:
@@ -54,6 +66,8 @@ def split_heads(heads: str) -> tuple[int, int]:
 
 def jobs_of(preset: str, axes: Axes, seed: int) -> list[Job]:
     """The rows of one preset, those of one (heads, KV format) together, since they share a pool."""
+    if preset == "model":
+        return list(_model(axes))
     makers = {"grid": _grid, "ragged": _ragged, "spec": _spec, "accuracy": _accuracy}
     heads = axes.heads or (HEADS + EXTRA_HEADS if axes.extra else HEADS)
     if preset not in ("grid",) and axes.heads is None:
@@ -125,3 +139,19 @@ def _accuracy(base: Shape, axes: Axes, _: int) -> Iterator[Job]:
     for batch in axes.batches or (1, 16, 256):
         for seqlen_q in axes.seqlens_q or (1,):
             yield Job("accuracy", replace(base, batch=batch, seqlen_q=seqlen_q))
+
+
+def model_heads(tp: int) -> tuple[int, int]:
+    """Query and KV heads of one rank. With more ranks than KV heads each rank keeps a copy of one."""
+    return MODEL_HEADS[0] // tp, max(1, MODEL_HEADS[1] // tp)
+
+
+def _model(axes: Axes) -> Iterator[Job]:
+    """One rank's call in each sparse layer. TP 4 and 8 have one KV head each and so share a pool."""
+    for kv in axes.kvs:
+        for tp in axes.tps or TP_SIZES:
+            for batch in axes.batches or MODEL_BATCHES:
+                for context in axes.contexts or MODEL_CONTEXTS:
+                    for seqlen_q in axes.seqlens_q or (1,):
+                        shape = Shape(kv, batch, *model_heads(tp), seqlen_q, context, axes.topk, axes.overlap)
+                        yield Job("model", shape, f"TP {tp}", in_grid=False, tp=tp, layers=MODEL_LAYERS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import Any
 
 from .presets import Job
@@ -19,12 +20,24 @@ def first_line(error: BaseException) -> str:
 def describe(job: Job) -> str:
     s = job.shape
     parts = [s.kv, s.heads, f"seqlen_q {s.seqlen_q}", f"B {s.batch}", "overlapping" if s.overlap else "", job.label]
+    if job.layers:
+        parts.append(f"context {size(s.context)}")
     return " ".join(p for p in parts if p)
+
+
+def size(tokens: int) -> str:
+    """``32768`` as ``32K``, ``1048576`` as ``1M``."""
+    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
+        if tokens % unit == 0:
+            return f"{tokens // unit}{name}"
+    return str(tokens)
 
 
 def progress_line(row: dict[str, Any]) -> str:
     """One row on one line: our time and the others', the floor, the share of it, the ratios and the bars."""
     where = f"{row['kv']:12} {row['heads']:>5} sq {row['seqlen_q']} B {row['batch']:>3}"
+    if row["layers"]:
+        where += f" context {size(row['context']):>4}"
     head = f"{row['preset']:6} {row['label']:8} {where}"
     words = [f"{head} | floor {row['floor_us']:7.2f}"]
     best = row["best"]
@@ -41,6 +54,8 @@ def progress_line(row: dict[str, Any]) -> str:
         elif mine:
             text += f" x{median / mine:.3f}"
         words.append(text)
+    if row["step_us"]:
+        words.append(f"{row['layers']} layers {row['step_us'] / 1e3:.3f} ms")
     if row["speed_goal"]:
         goal = row["speed_goal"]
         words.append("aim held" if goal["met"] == "aim" else f"{goal['met'].upper()} (must {goal['must_us']:.2f})")
@@ -99,8 +114,11 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
     return lines
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The whole report as a page: machine, verdicts, one table a preset, what was not measured."""
+def markdown(report: dict[str, Any], pictures: Sequence[pathlib.Path] = ()) -> str:
+    """The whole report as a page: machine, verdicts, one table a preset, what was not measured.
+
+    `pictures` are shown by their names, from the page's own folder.
+    """
     lines = [f"# msa_ops on {report['card']}", ""]
     ceiling = f"{report['read_ceiling_bytes_per_s'] / 1e12:.3f} TB/s ({report['read_ceiling_method']})"
     sides = ", ".join(f"{name} {version}" for name, version in report["sides"].items())
@@ -116,6 +134,8 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     lines += [f"- {line}" for line in summary_lines(report)]
     lines += [f"- {name} was not measured: {reason}" for name, reason in report["absent"].items()]
+    for picture in pictures:
+        lines += ["", f"![{picture.stem}]({picture.name})"]
     for preset in dict.fromkeys(row["preset"] for row in report["rows"]):
         lines += ["", f"## {preset}", "", *_table([r for r in report["rows"] if r["preset"] == preset])]
     if report["accuracy"]:
@@ -130,14 +150,18 @@ def markdown(report: dict[str, Any]) -> str:
 def _table(rows: list[dict[str, Any]]) -> list[str]:
     labels = list(dict.fromkeys(label for row in rows for label in row["sides"]))
     named = any(row["label"] for row in rows)
-    head = ["KV", "heads", "seqlen_q", "B", *(["lengths"] if named else []), "floor", *labels, "bars"]
+    model = any(row.get("layers") for row in rows)
+    name = ["TP", "context"] if model else ["lengths"] if named else []
+    head = ["KV", "heads", "seqlen_q", "B", *name, "floor", *labels, "ms a step" if model else "bars"]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     notes: dict[str, int] = {}
     for row in rows:
-        cells = [row["kv"], row["heads"], str(row["seqlen_q"]), str(row["batch"]), *([row["label"]] if named else [])]
+        cells = [row["kv"], row["heads"], str(row["seqlen_q"]), str(row["batch"])]
+        cells += [str(row["tp"]), size(row["context"])] if model else [row["label"]] if named else []
         cells.append(f"{row['floor_us']:.2f}")
         cells += [_cell(row, label, notes) for label in labels]
-        lines.append("| " + " | ".join([*cells, _bars(row)]) + " |")
+        last = (f"{row['step_us'] / 1e3:.3f}" if row["step_us"] else "") if model else _bars(row)
+        lines.append("| " + " | ".join([*cells, last]) + " |")
     return lines + [f"{'' if i else chr(10)}[{n}] {reason}" for i, (reason, n) in enumerate(notes.items())]
 
 

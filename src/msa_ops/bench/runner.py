@@ -78,6 +78,8 @@ class Runner:
         self._slowest = 0.0
         self.checkpoint: Callable[[dict[str, Any]], None] = lambda report: None
         """Called with the report so far every 15 seconds, so that a run that is killed loses little."""
+        self.progress: Callable[[int, int, str], None] = lambda done, total, name: None
+        """Called before each shape, and once after the last, with how many are done and what comes next."""
         self._saved = self.started
 
     # --- the whole run ---
@@ -110,7 +112,8 @@ class Runner:
 
     def _jobs(self, jobs: list[Job]) -> None:
         self._jobs_of_run = jobs
-        for job in jobs:
+        for done, job in enumerate(jobs):
+            self.progress(done, len(jobs), f"{job.preset} {describe(job)}")
             if self._out_of_time(self._slowest):
                 self.not_measured.append(f"{job.preset} {describe(job)}")
                 continue
@@ -126,6 +129,8 @@ class Runner:
             if now - self._saved > _CHECKPOINT_S:
                 self._saved = now
                 self.checkpoint(self.report())
+        if jobs:
+            self.progress(len(jobs), len(jobs), "")
         if self.not_measured:
             self.say(f"time budget spent; not measured: {len(self.not_measured)} of {len(jobs)} shapes")
 
@@ -137,6 +142,7 @@ class Runner:
         """All that was measured, ready for JSON."""
         return {
             **self.facts,
+            "kind": "bench",
             "goal_ceiling_bytes_per_s": round(self.goal_ceiling),
             "sides": {s.name: s.version for s in (*self.mine, *self.peers)},
             "absent": {a.name: a.reason for a in self.absent},
@@ -267,10 +273,12 @@ class Runner:
             "context": s.context, "topk": s.topk, "overlap": s.overlap, "in_grid": job.in_grid, "calls": len(calls),
             "unique_bytes": round(nbytes),
             "floor_us": round(floor, 3), "best": best, "sides": sides, "speed_goal": None, "peer_goal": None,
-            "work_goal": None,
+            "work_goal": None, "tp": job.tp or None, "layers": job.layers or None, "step_us": None,
         }  # fmt: skip
         if best is None:
             return row
+        if job.layers:
+            row["step_us"] = round(times[best] * job.layers, 3)
         if job.preset == "grid" and self.bench.cuda:  # the goals are a GPU's
             row["speed_goal"] = goals.speed_goal(s.kv, nbytes, times[best], self.goal_ceiling)
             row["peer_goal"] = goals.peer_goal(s.kv, times, times[best], nbytes / self.goal_ceiling * 1e6)
@@ -304,7 +312,9 @@ class Runner:
                 self.say(accuracy_line(row))
 
     def _host(self) -> None:
-        for kv in self.options.axes.kvs:
+        kvs = self.options.axes.kvs
+        for done, kv in enumerate(kvs):
+            self.progress(done, len(kvs) + 2, f"host {kv}")
             if self._out_of_time(5):
                 self.not_measured.append(f"host {kv}")
                 continue
@@ -323,7 +333,8 @@ class Runner:
             "import": lambda: host.import_cost(1 if self.options.smoke else 5),
             "first_call": lambda: host.first_call_cost(self.device, self.options.axes.kvs[0]),
         }
-        for name, cost in costs.items():
+        for done, (name, cost) in enumerate(costs.items(), len(kvs)):
+            self.progress(done, len(kvs) + 2, f"host {name.replace('_', ' ')}")
             if self._out_of_time(30):
                 self.not_measured.append(f"host {name}")
                 continue
@@ -332,3 +343,4 @@ class Runner:
             except Exception as error:
                 self.host[name] = {"status": "error", "reason": first_line(error)}
             self.say(f"host {name}: {self.host[name]}")
+        self.progress(len(kvs) + 2, len(kvs) + 2, "")
