@@ -1,0 +1,174 @@
+"""Reports that lie on disk: read and checked, laid side by side, and compared.
+
+Within one schema version fields are only added, so that a reader of an older report finds all that it knows.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .environment import SCHEMA_VERSION
+from .report import size
+
+_ROW_KEYS = ("preset", "label", "kv", "batch", "heads", "seqlen_q", "context", "topk", "overlap")
+_ROW_FIELDS = (*_ROW_KEYS, "sides", "best", "floor_us", "in_grid")
+
+
+def load(path: pathlib.Path) -> dict[str, Any]:
+    """A report that ``msa-ops bench`` or ``benchmarks/decode.py`` wrote.
+
+    Raises `ValueError`, naming the file, for what is none or is of another schema version.
+    """
+    try:
+        report = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(report, dict) or report.get("kind", "bench") not in ("bench", "cpu"):
+        raise ValueError(f"{path} is no report of msa-ops bench")
+    if report.get("schema_version") != SCHEMA_VERSION:
+        version = report.get("schema_version")
+        raise ValueError(f"{path} has schema version {version!r}; this msa-ops reads {SCHEMA_VERSION}")
+    if report.get("kind") == "cpu":
+        good = _all_have(report.get("results"), ("form", "ours_ms", "sdpa_ms", "ratio"))
+    else:
+        good = _all_have(report.get("rows"), _ROW_FIELDS) and {"host", "summary", "sides", "card"} <= report.keys()
+    if not good:
+        raise ValueError(f"{path} is no report of msa-ops bench: fields are missing")
+    return report
+
+
+def _all_have(rows: object, names: Sequence[str]) -> bool:
+    return isinstance(rows, list) and all(isinstance(row, dict) and set(names) <= row.keys() for row in rows)
+
+
+def row_key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What makes two rows of two reports the same shape."""
+    return tuple(row[name] for name in _ROW_KEYS)
+
+
+def row_name(row: Mapping[str, Any]) -> str:
+    parts = [row["preset"], row["label"], row["kv"], row["heads"], f"seqlen_q {row['seqlen_q']}", f"B {row['batch']}"]
+    parts += [f"context {size(row['context'])}", "" if row["topk"] == 16 else f"topk {row['topk']}"]
+    parts.append("overlapping" if row["overlap"] and row["preset"] != "spec" else "")
+    return " ".join(part for part in parts if part)
+
+
+def median_of(row: Mapping[str, Any], label: str | None) -> float | None:
+    """Microseconds of a side of a row; `None` where it was not timed."""
+    side = row["sides"].get(label, {})
+    return side["time_us"]["median"] if side.get("status") == "ok" else None
+
+
+def ours_of(row: Mapping[str, Any]) -> float | None:
+    """Our best time of a row."""
+    return median_of(row, row["best"])
+
+
+def side_by_side(reports: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """One report of several: the first one's rows, with our times of the others as sides named as the keys are.
+
+    A shape that the first report lacks is left out and named in ``not_measured``.
+    """
+    (name, first), *others = reports.items()
+    rows = {row_key(row): {**row, "sides": dict(row["sides"])} for row in first["rows"]}
+    lost = []
+    for label, report in others:
+        for row in report["rows"]:
+            mine = rows.get(row_key(row))
+            if mine is None:
+                lost.append(f"{row_name(row)}: in {label}, not in {name}")
+            elif row["best"] is not None:
+                mine["sides"][label] = row["sides"][row["best"]]
+            else:
+                mine["sides"][label] = next(side for n, side in row["sides"].items() if n.startswith("ours"))
+    return {**first, "rows": list(rows.values()), "not_measured": lost}
+
+
+@dataclass(frozen=True)
+class Change:
+    """One measured quantity of both reports, in `unit`; `after` is `None` where it has no time any more."""
+
+    name: str
+    before: float
+    after: float | None
+    unit: str = "us"
+    reason: str = ""
+
+    @property
+    def ratio(self) -> float:
+        """after / before; infinite where there is no time any more."""
+        return float("inf") if self.after is None else self.after / self.before
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What `diff` found. `slower` and `faster` are past the tolerance, the most changed first."""
+
+    slower: list[Change]
+    faster: list[Change]
+    within: int
+    only_before: list[str] = field(default_factory=list)
+    only_after: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def diff(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> Difference:
+    """Compare our own times. Slower is a time over ``(1 + tolerance)`` times what it was, or one that is gone because
+    the side is refused, failing or wrong now; faster is the inverse.
+
+    Raises `ValueError` for a negative tolerance, or reports with nothing in common.
+    """
+    if not tolerance >= 0:
+        raise ValueError(f"the tolerance must be 0 or more, got {tolerance}")
+    old, new = quantities(before), quantities(after)
+    changes = []
+    for name, (value, unit, _) in old.items():
+        if name in new and value is not None:
+            now, _, reason = new[name]
+            changes.append(Change(name, value, now, unit, reason))
+    if not changes:
+        raise ValueError("the two reports have no shape in common that was timed in the first")
+    slower = sorted((c for c in changes if c.ratio > 1 + tolerance), key=lambda c: -c.ratio)
+    faster = sorted((c for c in changes if c.ratio < 1 / (1 + tolerance)), key=lambda c: c.ratio)
+    within = len(changes) - len(slower) - len(faster)
+    gone, added = [n for n in old if n not in new], [n for n in new if n not in old]
+    return Difference(slower, faster, within, gone, added, _warnings(before, after))
+
+
+def quantities(report: dict[str, Any]) -> dict[str, tuple[float | None, str, str]]:
+    """Everything of ours that a report has a time for: name to value, unit and, where there is no value, the reason."""
+    if report.get("kind") == "cpu":
+        return {f"cpu {r['form']}": (r["ours_ms"], "ms", "") for r in report["results"]}
+    found: dict[str, tuple[float | None, str, str]] = {}
+    for row in report["rows"]:
+        why = next((s.get("reason", "") for n, s in row["sides"].items() if n.startswith("ours")), "")
+        found[row_name(row)] = (ours_of(row), "us", why)
+    for kv, sides in report["host"].get("eager", {}).items():
+        for label, side in sides.items():
+            if label.startswith("ours"):
+                time = side["host_us"]["median"] if side["status"] == "ok" else None
+                found[f"host eager call {kv} {label}"] = (time, "us", side.get("reason", ""))
+    for what, names in (("import", ("median_ms",)), ("first_call", ("cold_ms", "warm_ms"))):
+        measured = report["host"].get(what, {})
+        for name in names:
+            if what in report["host"]:
+                kind = f"host {what.replace('_', ' ')} {name.removesuffix('_ms')}"
+                found[kind] = (measured.get(name), "ms", measured.get("reason", ""))
+    return found
+
+
+def _warnings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Differences of the machines that make a comparison of times mean little."""
+    lines = []
+    for name in ("kind", "card", "driver", "torch", "read_ceiling_bytes_per_s"):
+        a, b = before.get(name), after.get(name)
+        if name == "read_ceiling_bytes_per_s":
+            if a and b and abs(a / b - 1) > 0.03:
+                lines.append(f"the read ceilings differ: {a / 1e12:.3f} and {b / 1e12:.3f} TB/s")
+        elif a != b:
+            lines.append(f"{name} differs: {a} and {b}")
+    return lines

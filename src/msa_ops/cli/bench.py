@@ -1,0 +1,297 @@
+"""``msa-ops bench``: this package and published implementations on the same tensors, with tables and pictures.
+
+The measuring itself is `msa_ops.bench`; this module turns options into its own, and reports into files.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .folders import prepare_folder
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ..bench.options import Options
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Measure this package against published implementations, checked against float64 before anything is timed.",
+)
+
+_OUT = Path("bench-out")
+_OPTIONS: dict[str, tuple[Any, Any]] = {
+    "kv": (Annotated[str | None, typer.Option(help="KV formats: bf16, fp8, nvfp4-planar, nvfp4-tiled. [all]")], None),
+    "batch": (Annotated[str | None, typer.Option(help="Batches, comma-separated. [the preset's]")], None),
+    "heads": (Annotated[str | None, typer.Option(help="QUERY/KV heads, as 64/4,16/1. [the preset's]")], None),
+    "tp": (Annotated[str | None, typer.Option(help="Tensor-parallel sizes. [1,2,4,8]")], None),
+    "seqlen_q": (Annotated[str | None, typer.Option(help="Tokens of a request. [the preset's]")], None),
+    "context": (Annotated[str | None, typer.Option(help="Keys of a request, as 32K. [32K; with --smoke 512]")], None),
+    "contexts": (
+        Annotated[str | None, typer.Option("--context", help="Context lengths. [8K,32K,128K,512K,1M]")],
+        None,
+    ),
+    "topk": (Annotated[int, typer.Option(help="Blocks each token selects.")], 16),
+    "overlap": (
+        Annotated[bool, typer.Option("--overlap", help="Tokens of a request share 12 to 15 of 16 blocks.")],
+        False,
+    ),
+    "extra": (Annotated[bool, typer.Option("--extra", help="More heads and query lengths, outside the goals.")], False),
+    "against": (
+        Annotated[str, typer.Option(help="Peers, of flashinfer, vllm and sdpa, or none.")],
+        "flashinfer,vllm",
+    ),
+    "device": (
+        Annotated[str, typer.Option(help="auto, cuda, cuda:1 or cpu; auto is the CPU with --smoke alone.")],
+        "auto",
+    ),
+    "smoke": (
+        Annotated[bool, typer.Option("--smoke", help="Tiny shapes, on any machine: does everything work?")],
+        False,
+    ),
+    "replays": (Annotated[int | None, typer.Option(help="Timed graph replays, 7 or more. [11]")], None),
+    "time_budget": (Annotated[float | None, typer.Option(help="Seconds after which no shape is begun.")], None),
+    "seed": (Annotated[int, typer.Option(help="Seed of all inputs.")], 0),
+    "workers": (Annotated[int, typer.Option(help="Processes that compile beforehand; 0: none.")], 12),
+    "commit": (Annotated[str | None, typer.Option(help="Recorded where the source is no git checkout.")], None),
+    "out": (Annotated[Path, typer.Option(help="Folder for the JSON, the page and the pictures.")], _OUT),
+    "plots": (Annotated[bool, typer.Option(help="Draw the pictures.")], True),
+}
+_COMMON = (
+    "kv", "batch", "seqlen_q", "topk", "against", "device", "smoke", "replays", "time_budget", "seed", "workers",
+    "commit", "out", "plots",
+)  # fmt: skip
+
+
+def _takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the named options: typer reads them from the signature, and four commands share most of them."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(n, kind, default=_OPTIONS[n][1], annotation=_OPTIONS[n][0]) for n in names]
+        function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        function.__annotations__ = {p.name: p.annotation for p in parameters}
+        return function
+
+    return decorate
+
+
+@app.command()
+@_takes("heads", "context", "overlap", "extra", *_COMMON)
+def decode(**given: Any) -> None:
+    """The grid: batches 1 to 256, 64/4 and 16/1 heads, 1 and 4 tokens a request, every KV format, 32K keys."""
+    _measure("decode", "grid", given)
+
+
+@app.command()
+@_takes("heads", "context", "extra", *(name for name in _COMMON if name != "seqlen_q"))
+def ragged(**given: Any) -> None:
+    """Requests of 1 to 128K keys, and one long among short ones, against as many blocks evenly spread."""
+    _measure("ragged", "ragged", given)
+
+
+@app.command()
+@_takes("heads", "context", "extra", *_COMMON)
+def spec(**given: Any) -> None:
+    """Speculative decoding: several tokens a request that select mostly the same blocks, against separate requests."""
+    _measure("spec", "spec", given)
+
+
+@app.command()
+@_takes("tp", "contexts", "overlap", *_COMMON)
+def model(**given: Any) -> None:
+    """Attention of MiniMax-M3's 57 sparse layers in one decode step, at each tensor-parallel size and context."""
+    _measure("model", "model", given | {"context": given.pop("contexts")})
+
+
+@app.command()
+@_takes("kv", "context", "against", "device", "smoke", "time_budget", "seed", "commit", "out", "plots")
+def host(**given: Any) -> None:
+    """Host time of an eager call, of the import, and of the first call with a cold and a warm compile cache."""
+    _measure("host", "host", given)
+
+
+@app.command()
+def cpu(
+    forms: Annotated[str, typer.Option(help="KV forms.")] = "bf16,fp16,fp8,nvfp4_tiled,nvfp4_planar",
+    threads: Annotated[int, typer.Option(help="torch threads.")] = 2,
+    batch: Annotated[int, typer.Option(help="Requests.")] = 8,
+    heads: Annotated[str, typer.Option(help="QUERY/KV heads.")] = "32/4",
+    context: Annotated[str, typer.Option(help="Keys of a request, as 128K.")] = "128K",
+    topk: Annotated[int, typer.Option(help="Blocks each token selects.")] = 16,
+    rounds: Annotated[int, typer.Option(help="Timed calls of each side.")] = 101,
+    smoke: Annotated[bool, typer.Option("--smoke", help="One tiny shape instead; bars are not judged.")] = False,
+    commit: Annotated[str | None, typer.Option(help="Recorded where the source is no git checkout.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON, the page and the picture.")] = _OUT,
+    plots: Annotated[bool, typer.Option(help="Draw the picture.")] = True,
+) -> None:
+    """The CPU engine against torch's attention on keys that are gathered and widened already."""
+    from ..bench import cpu as bench
+    from ..bench.options import parse_sizes
+    from ..bench.presets import split_heads
+
+    chosen = forms.split(",")
+    try:
+        if unknown := [form for form in chosen if form not in bench.FORMS]:
+            raise ValueError(f"--forms takes {', '.join(bench.FORMS)}, got {unknown[0]!r}")
+        (query, kv), sizes = split_heads(heads), parse_sizes("--context", context)
+        if sizes is None or len(sizes) > 1:
+            raise ValueError(f"--context takes one length, got {context!r}")
+        prepare_folder("--out", out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    values = {"threads": threads, "batch": batch, "heads": query, "kv-heads": kv, "context": sizes[0], "topk": topk}
+    values["rounds"] = rounds
+    arguments = [word for name, value in values.items() for word in (f"--{name}", str(value))]
+    draw, terminal = _pictures(plots), _terminal()
+    console = terminal.make_console()
+    try:
+        with terminal.progress(console) as (say, step):
+            report = bench.measure(bench.SMOKE if smoke else arguments, chosen, say, step, commit)
+    except RuntimeError as error:
+        raise SystemExit(f"msa-ops bench cpu: {error}") from None
+    terminal.print_cpu(report, console)
+    pictures = draw(report, out, "cpu")
+    _write(console, out / "cpu.json", json.dumps(report, indent=1) + "\n", pictures)
+    (out / "cpu.md").write_text(bench.markdown(report, pictures[::2]), encoding="utf-8")
+    if not (report["bars_held"] or smoke):
+        raise typer.Exit(1)
+
+
+@app.command()
+def plot(
+    files: Annotated[
+        list[Path], typer.Argument(help="Reports. Several are compared: the first is ours.", metavar="FILE...")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = _OUT,
+    name: Annotated[str | None, typer.Option(help="Beginning of the pictures' names. [of the files' names]")] = None,
+) -> None:
+    """Draw the pictures of a report again, or compare several: our times of the others appear beside the first's."""
+    from ..bench import records
+
+    try:
+        reports = {path.stem: records.load(path) for path in files}
+        if len(reports) < len(files):
+            reports = {str(path): records.load(path) for path in files}
+        if len(reports) < len(files):
+            raise ValueError("the same file is given twice")
+        if len(reports) > 1 and any(report.get("kind") == "cpu" for report in reports.values()):
+            raise ValueError("reports of bench cpu are compared by msa-ops bench diff; plot draws one at a time")
+        prepare_folder("--out", out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    draw, terminal = _pictures(True), _terminal()
+    console = terminal.make_console()
+    whole = records.side_by_side(reports) if len(reports) > 1 else next(iter(reports.values()))
+    stem = name or "-against-".join(path.stem for path in files)
+    pictures = draw(whole, out, stem)
+    if len(reports) > 1:
+        terminal.print_report({**whole, "summary": _NO_VERDICTS}, console)
+    if not pictures:
+        raise SystemExit("msa-ops bench plot: nothing was timed in what was given, so there is nothing to draw")
+    _say_written(console, pictures)
+
+
+_NO_VERDICTS: dict[str, Any] = {"speed": {}, "peers": {}, "nvfp4_over_bf16": [], "work": {}}
+
+
+@app.command()
+def diff(
+    before: Annotated[Path, typer.Argument(help="The earlier report.", metavar="A")],
+    after: Annotated[Path, typer.Argument(help="The later report.", metavar="B")],
+    tolerance: Annotated[float, typer.Option(help="Share by which a time may grow.")] = 0.03,
+) -> None:
+    """Say what got slower from A to B. Exit status 1 if anything did by more than --tolerance, or is no longer timed."""
+    from ..bench import records
+
+    try:
+        found = records.diff(records.load(before), records.load(after), tolerance)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    terminal = _terminal()
+    terminal.print_difference(found, tolerance, terminal.make_console())
+    if found.slower:
+        raise typer.Exit(1)
+
+
+def _measure(name: str, preset: str, given: dict[str, Any]) -> None:
+    """Measure, print, write. Exit status 1 for a bad machine or a wrong result of ours, 3 for shapes not measured."""
+    from ..bench import main, report
+
+    out, plots = given.pop("out"), given.pop("plots")
+    try:
+        options = _options(preset, given)
+        prepare_folder("--out", out)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    draw, terminal = _pictures(plots), _terminal()
+    console = terminal.make_console()
+    options = replace(options, json=str(out / f"{name}.json"), markdown=str(out / f"{name}.md"))
+    try:
+        with terminal.progress(console) as (say, step):
+            result = main.measure(options, say, step)
+    except RuntimeError as error:
+        raise SystemExit(f"msa-ops bench {name}: {error}") from None
+    pictures = draw(result, out, name)
+    (out / f"{name}.md").write_text(report.markdown(result, pictures[::2]), encoding="utf-8")
+    terminal.print_report(result, console)
+    _say_written(console, [out / f"{name}.json", out / f"{name}.md", *pictures])
+    wrong = [row for row in result["rows"] if row["best"] is None]
+    if wrong:
+        console.print(f"msa_ops itself is wrong, refuses or fails at {len(wrong)} of {len(result['rows'])} shapes")
+        raise typer.Exit(1)
+    if result["not_measured"]:
+        raise typer.Exit(3)
+
+
+def _options(preset: str, given: dict[str, Any]) -> Options:
+    """`Options` of a command's values. Raises `ValueError`."""
+    import torch
+
+    from ..bench.options import from_values
+
+    if given["device"] == "auto":
+        given["device"] = "cpu" if given["smoke"] and not torch.cuda.is_available() else "cuda"
+    try:
+        torch.device(given["device"])
+    except RuntimeError:
+        raise ValueError(f"--device must be auto, cpu or cuda, got {given['device']!r}") from None
+    return from_values(preset=[preset], **given)
+
+
+def _terminal() -> Any:
+    try:
+        from ..bench import terminal
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"msa-ops bench needs the package {error.name}: pip install 'msa-ops[cli]'") from None
+    return terminal
+
+
+def _pictures(wanted: bool) -> Callable[[dict[str, Any], Path, str], list[Path]]:
+    """The function that draws; asked for before anything is measured, so that a missing matplotlib costs no run."""
+    if not wanted:
+        return lambda report, folder, stem: []
+    try:
+        from ..bench import plots
+    except ModuleNotFoundError as error:
+        remedy = "pip install 'msa-ops[demo]', or --no-plots where there is that option"
+        raise SystemExit(f"msa-ops bench needs the package {error.name} for its pictures: {remedy}") from None
+    return plots.draw
+
+
+def _say_written(console: Console, paths: list[Path]) -> None:
+    console.print("Written: " + ", ".join(str(path) for path in paths), soft_wrap=True, markup=False)
+
+
+def _write(console: Console, file: Path, text: str, pictures: list[Path]) -> None:
+    file.write_text(text, encoding="utf-8")
+    _say_written(console, [file, file.with_suffix(".md"), *pictures])
