@@ -395,3 +395,14 @@ def test_the_command_runs_on_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert (done.exit_code, report["failures"]) == (0, [])
     tests = [test for route in report["routes"] for test in route["tests"]]
     assert len(tests) == len(selftest.routes()) and all(test["passed"] for test in tests)
+
+
+def test_the_oracle_leaves_the_number_of_threads_alone() -> None:
+    before = torch.get_num_threads()
+    selftest._expected.cache_clear()
+    torch.set_num_threads(2)
+    try:
+        selftest._expected(selftest.routes()[0], selftest._SMALL)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
