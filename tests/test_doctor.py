@@ -397,12 +397,19 @@ def test_the_command_runs_on_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(tests) == len(selftest.routes()) and all(test["passed"] for test in tests)
 
 
-def test_the_oracle_leaves_the_number_of_threads_alone() -> None:
-    before = torch.get_num_threads()
+def test_calls_under_test_have_the_threads_that_a_user_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, seen = msa_ops.decode.ops.run, []
+
+    def counting(*arguments: Any) -> None:
+        seen.append(torch.get_num_threads())
+        real(*arguments)
+
+    monkeypatch.setattr(msa_ops.decode.ops, "run", counting)
     selftest._expected.cache_clear()
+    before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        selftest._expected(selftest.routes()[0], selftest._SMALL)
-        assert torch.get_num_threads() == 2
+        assert selftest.numeric("cpu", selftest.routes()[0], "segments", None).passed
+        assert (seen, torch.get_num_threads()) == ([2], 2)
     finally:
         torch.set_num_threads(before)

@@ -212,11 +212,18 @@ def _cache(route: Route, k: Tensor, v: Tensor, device: str) -> tuple[Tensor, Ten
 def _expected(route: Route, size: _Size) -> tuple[Tensor, Tensor]:
     from .reference import decode_reference
 
-    args, kwargs = _arguments(route, size, "cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # thousands of operations on single rows: threads only wait for each other
-    try:
+    with _one_thread():
+        args, kwargs = _arguments(route, size, "cpu")
         return decode_reference(*args, round_output=False, **kwargs)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """For thousands of small operations, in which threads would only wait for each other. Calls under test have all."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
     finally:
         torch.set_num_threads(threads)
 
@@ -246,7 +253,8 @@ def _call(device: str, route: Route, way: str, size: _Size) -> tuple[Tensor, Ten
     from .decode import msa_sparse_decode_attention
     from .runtime import explain
 
-    args, kwargs = _arguments(route, size, device)
+    with _one_thread():
+        args, kwargs = _arguments(route, size, device)
     with _forced(None if way in ("segments", "wide") else way):
         how = explain(*args, **kwargs)
         result = msa_sparse_decode_attention(*args, **kwargs)
