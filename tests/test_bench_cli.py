@@ -25,6 +25,7 @@ from typer.testing import CliRunner
 
 from msa_ops.bench import cpu, records, runner
 from msa_ops.bench.options import from_values
+from msa_ops.bench.peers import Side
 from msa_ops.bench.presets import MODEL_CONTEXTS, jobs_of, model_heads
 from msa_ops.cli import bench as command
 
@@ -203,8 +204,27 @@ def test_a_refusing_peer_is_shown_with_its_own_words(tmp_path: Path, monkeypatch
 def test_a_wrong_result_of_ours_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "WRONG_ABOVE", -1.0)
     outcome = run("decode", *ONE_SHAPE, "--against", "none", "--out", str(tmp_path))
-    assert outcome.exit_code == 1 and "msa_ops itself is wrong" in words(outcome)
+    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 shapes" in words(outcome)
     assert json.loads((tmp_path / "decode.json").read_text())["rows"][0]["best"] is None
+
+
+def test_what_we_refuse_is_shown_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(call: Any) -> None:
+        raise NotImplementedError("not served yet")
+
+    monkeypatch.setattr(runner, "ours", lambda *_: Side("ours", refuse, "1"))
+    fake_peers.right(monkeypatch)
+    outcome = run("decode", *ONE_SHAPE, "--against", "flashinfer", "--no-plots", "--out", str(tmp_path))
+    assert outcome.exit_code == 0 and "[1] NotImplementedError: not served yet" in words(outcome)
+    assert "refused [1]" in (tmp_path / "decode.md").read_text()
+
+
+def test_the_pool_leaves_the_machine_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = from_values(device="cpu", smoke=True, kv="bf16", batch="64", heads="4/2", against="none")
+    running = runner.Runner(options, lambda line: None, [])
+    (shape,) = [job.shape for job in jobs_of("grid", options.axes, 0) if job.shape.seqlen_q == 1]
+    monkeypatch.setattr(runner.environment, "free_bytes", lambda _: 100 * shape.page_bytes)
+    assert shape.used_pages == 256 and running.pool(shape, []).pages == 60
 
 
 def test_an_absent_peer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

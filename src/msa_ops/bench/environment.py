@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import datetime
 import importlib.metadata
+import math
+import os
 import pathlib
 import platform
 import subprocess
@@ -40,6 +42,16 @@ def facts(device: torch.device, commit: str | None) -> dict[str, Any]:
         "sms": properties.multi_processor_count,
         "l2_bytes": getattr(properties, "L2_cache_size", None),
     }
+
+
+def free_bytes(device: torch.device) -> float:
+    """Memory of the device that nothing uses; infinite where the system does not say."""
+    if device.type == "cuda":
+        return float(torch.cuda.mem_get_info(device)[0])
+    try:
+        return float(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return math.inf
 
 
 def _version(distribution: str) -> str | None:

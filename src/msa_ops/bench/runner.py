@@ -169,8 +169,9 @@ class Runner:
             pages = max(s.used_pages for s in (*shapes, shape))
             if not self.options.smoke:
                 pages = max(pages, -(-_POOL_BYTES // shape.page_bytes))
-            if self.device.type == "cuda":
-                pages = min(pages, int(0.6 * torch.cuda.mem_get_info(self.device)[0]) // shape.page_bytes)
+            room = math.floor(min(0.6 * environment.free_bytes(self.device), 2**60) / shape.page_bytes)
+            # A pool smaller than the requests' pages repeats some of them.
+            pages = max(1, min(pages, room))
             self._pool = key, make_pool(shape.kv, pages, shape.num_kv_heads, self.generator)
         return self._pool[1]
 

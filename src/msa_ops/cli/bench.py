@@ -224,7 +224,8 @@ def diff(
 
 
 def _measure(name: str, preset: str, given: dict[str, Any]) -> None:
-    """Measure, print, write. Exit status 1 for a bad machine or a wrong result of ours, 3 for shapes not measured."""
+    """Measure, print, write. Exit status 1 for a bad machine, or where this package is wrong or fails; 3 for shapes not
+    measured. A shape that this package refuses is no failure, and is shown like a peer's refusal."""
     from ..bench import main, report
 
     out, plots = given.pop("out"), given.pop("plots")
@@ -245,9 +246,12 @@ def _measure(name: str, preset: str, given: dict[str, Any]) -> None:
     (out / f"{name}.md").write_text(report.markdown(result, pictures[::2]), encoding="utf-8")
     terminal.print_report(result, console)
     _say_written(console, [out / f"{name}.json", out / f"{name}.md", *pictures])
-    wrong = [row for row in result["rows"] if row["best"] is None]
-    if wrong:
-        console.print(f"msa_ops itself is wrong, refuses or fails at {len(wrong)} of {len(result['rows'])} shapes")
+    failed = sum(
+        any(label.startswith("ours") and side["status"] in ("wrong", "error") for label, side in row["sides"].items())
+        for row in result["rows"]
+    )
+    if failed:
+        console.print(f"msa_ops itself is wrong or fails at {failed} of {len(result['rows'])} shapes", style="bold red")
         raise typer.Exit(1)
     if result["not_measured"]:
         raise typer.Exit(3)
