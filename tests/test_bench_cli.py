@@ -86,6 +86,7 @@ def test_decode_writes_tables_json_and_pictures(tmp_path: Path) -> None:
     pictures(tmp_path, "decode-time", "decode-share", "decode-speedup")
     page = (tmp_path / "decode.md").read_text()
     assert "![decode-time](decode-time.png)" in page and "svg" not in page
+    assert "A smoke run" in page and "runs on the CPU" in page and "graph replays" not in page
 
 
 @pytest.mark.parametrize("name", ["ragged", "spec"])

@@ -102,7 +102,10 @@ def _panels(report: dict[str, Any], title: str, rows: int, columns: int) -> tupl
 def _titled(report: dict[str, Any]) -> dict[str, Any]:
     commit, _, changes = (report.get("commit") or "of unknown commit").partition(" with ")
     short = commit[:10] if report.get("commit") else commit
-    return {**report, "commit_short": f"{short} with {changes}" if changes else short}
+    words = f"{short} with {changes}" if changes else short
+    if report.get("options", {}).get("smoke"):
+        words += "; a smoke run, no measurement"
+    return {**report, "commit_short": words}
 
 
 def _axis(axis: Any, rows: Rows, x: Key, name: str) -> None:
@@ -131,7 +134,7 @@ def _time(report: dict[str, Any], rows: Rows) -> Figure:
     """One panel per KV format and column; the floor is what reading the bytes once takes at the measured ceiling."""
     (x, name), column, model = _x(rows), _column(rows), _is_model(rows)
     kvs, columns = (list(dict.fromkeys(map(key, rows))) for key in (lambda row: row["kv"], column))
-    title = f"Attention of {rows[0].get('layers')} sparse layers, one step" if model else "Time of one call, cold L2"
+    title = f"Attention of {rows[0].get('layers')} sparse layers, one step" if model else "Time of one call"
     figure, axes = _panels(_titled(report), title, len(kvs), len(columns))
     for i, kv in enumerate(kvs):
         for j, words in enumerate(columns):

@@ -120,16 +120,21 @@ def markdown(report: dict[str, Any], pictures: Sequence[pathlib.Path] = ()) -> s
     `pictures` are shown by their names, from the page's own folder.
     """
     lines = [f"# msa_ops on {report['card']}", ""]
+    if report["options"]["smoke"]:
+        lines += ["A smoke run: it shows that everything works, and measures nothing.", ""]
     ceiling = f"{report['read_ceiling_bytes_per_s'] / 1e12:.3f} TB/s ({report['read_ceiling_method']})"
+    method = (
+        "runs on the CPU, with warm caches" if report["compute_capability"] is None else "graph replays with a cold L2"
+    )
     sides = ", ".join(f"{name} {version}" for name, version in report["sides"].items())
     lines += [
         f"Driver {report['driver']}, CUDA {report['cuda']}, torch {report['torch']}, triton {report['triton']}, commit "
         f"{report['commit']}, {report['time']}. Read ceiling {ceiling}; empty graph node "
         f"{report['empty_graph_node_us']} us. Sides: {sides}.",
         "",
-        "Microseconds a call: median of graph replays (least to most), cold L2, distinct inputs a call. `floor` is "
-        "unique bytes over the read ceiling. Peers' times are followed by their ratio to ours. **Bold** ratios lose; "
-        "✗ marks a bar that is not held.",
+        f"Microseconds a call: median of {method} (least to most), distinct inputs a call. `floor` is unique bytes over "
+        "the read ceiling. Peers' times are followed by their ratio to ours. **Bold** ratios lose; ✗ marks a bar that is "
+        "not held.",
         "",
     ]
     lines += [f"- {line}" for line in summary_lines(report)]
