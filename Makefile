@@ -21,4 +21,4 @@ bench-cpu:
 	@py=$$($(PYTHON) tools/setup_env.py demo) && "$$py" benchmarks/cpu.py $(ARGS)
 
 clean:
-	rm -rf .venv demo-out dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf .venv demo-out bench-out dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache
