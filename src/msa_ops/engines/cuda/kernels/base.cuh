@@ -80,10 +80,12 @@ DEVICE void barrier_init(Barrier *b, u32 arrivals) {
 DEVICE void barrier_arrive(Barrier *b) {
   asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(b)) : "memory");
 }
+#ifndef HAS_CLUSTER
 // Arrives when this thread's copies so far are complete.
 DEVICE void barrier_arrive_after_copies(Barrier *b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
+#endif
 DEVICE void barrier_wait(Barrier *b, u32 parity) {
   u32 done;
   do {
@@ -135,7 +137,6 @@ template <int SLOTS> struct RingPosition {
 // --- clusters ---------------------------------------------------------------------------------------------------------
 #ifdef HAS_CLUSTER
 DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 DEVICE u32 address_in_rank(u32 address, u32 rank) {
   u32 remote;
@@ -144,12 +145,12 @@ DEVICE u32 address_in_rank(u32 address, u32 rank) {
 }
 // Stores into a peer's shared memory; `barrier`, in the peer too, counts the bytes as they arrive. So a receiver waits for its
 // data alone: no fence on the sender's side, no second barrier of the whole cluster.
-DEVICE void send(u32 address, u32 barrier, float2 x) {
+[[maybe_unused]] DEVICE void send(u32 address, u32 barrier, float2 x) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(x.x), "f"(x.y), "r"(barrier)
                : "memory");
 }
-DEVICE void send(u32 address, u32 barrier, float4 x) {
+[[maybe_unused]] DEVICE void send(u32 address, u32 barrier, float4 x) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
                "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
                : "memory");

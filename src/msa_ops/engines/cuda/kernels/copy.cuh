@@ -64,11 +64,6 @@ DEVICE void clear_unused_rows(u8 *v, const TileInfo &info, int thread) {
 constexpr int FULL_ARRIVALS = 33; // every lane's copies, and lane 0 for the tile's description
 #endif
 
-// `bytes` is 16, or 0 to write zeros without reading.
-DEVICE void copy_chunk(u32 to, const u8 *from, u32 bytes) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
-}
-
 // K and V are read once: their lines leave L2 before any other. (Also what keeps a deep ring from crowding L2: kernel-notes.)
 DEVICE u64 l2_evict_first() {
   u64 policy;
@@ -77,6 +72,11 @@ DEVICE u64 l2_evict_first() {
 }
 
 #ifndef HAS_CLUSTER
+// `bytes` is 16, or 0 to write zeros without reading.
+DEVICE void copy_chunk(u32 to, const u8 *from, u32 bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
 // K or V of a tile, chunk by chunk; `block` is the first row of its block. Rows that may not be attended become 0 unread.
 DEVICE void copy_rows(u32 to, const u8 *block, i64 pitch, const TileSource &tile, int lane) {
   if (tile.info.lo >= tile.info.hi) return;
