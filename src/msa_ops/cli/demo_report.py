@@ -240,7 +240,7 @@ def write_plot(report: DemoReport, path: Path) -> None:
         axis.set_ylabel(unit)
         axis.set_xscale("log", base=2)
         axis.set_xticks(contexts, [short(c) for c in contexts])
-        axis.set_ylim(bottom=0)
+        axis.set_ylim(0, 1.08 * max(*theirs, *ours))  # room for the whole of a single marker
         axis.grid(alpha=0.3)
         axis.legend(frameon=False)
     figure.suptitle(
