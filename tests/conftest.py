@@ -41,7 +41,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 # One suite serves both engines, and the CUDA engine has no NVFP4 kernel yet: it says so with NotImplementedError before it
 # launches anything. On the GPU that error, also as the cause of another (opcheck's), turns a test into a skipped one, and one
-# example of a property test into a discarded one, so that its other dtypes are still tested. Both go when NVFP4 is served there.
+# example of a property test into a discarded one, so that its other dtypes are still tested. Both go when it is served there.
 
 
 def _nvfp4_is_missing(error: BaseException | None) -> bool:
