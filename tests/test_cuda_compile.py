@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from msa_ops.engines.cuda import compile as compiler
-from msa_ops.engines.cuda import launch, plan
+from msa_ops.engines.cuda import launch, plan, programs
 from msa_ops.engines.cuda.plan import Variant
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
@@ -92,8 +92,8 @@ def unavoidable_stack(arch: str) -> int:
     if int(re.sub(r"\D", "", arch)) < 90:
         return 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "source", lambda: _ONE_TENSOR_COPY)
-        _, log = compiler.compile_variant(plan.variants((9, 0))[0], arch, "--ptxas-options=-v")
+        patch.setattr(compiler, "source", lambda _: _ONE_TENSOR_COPY)
+        _, log = compiler.compile_program(plan.variants((9, 0))[0], arch, "--ptxas-options=-v")
     return usages(log)["msa_decode"].stack
 
 
@@ -110,7 +110,7 @@ def test_a_kernel_keeps_to_its_registers_and_memory(capability: tuple[int, int],
     arch = compiler.architecture(capability)
     if capability[0] * 10 + capability[1] not in compiler.supported_architectures():
         pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not know {arch}")
-    cubin, log = compiler.compile_variant(variant, arch, "--ptxas-options=-v")
+    cubin, log = compiler.compile_program(variant, arch, "--ptxas-options=-v")
     assert cubin[:4] == b"\x7fELF"
     kernels = usages(log)
     assert set(kernels) == {"msa_decode", "msa_merge"}
@@ -138,14 +138,14 @@ ptxas info    : Compile time = 100 ms"""
 def test_a_source_error_comes_with_its_log() -> None:
     variant = plan.variants((9, 0))[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "source", lambda: "__global__ void f() { undeclared(); }")
+        patch.setattr(compiler, "source", lambda _: "__global__ void f() { undeclared(); }")
         with pytest.raises(compiler.KernelCompileError, match=r"could not compile .* for sm_90 (.|\n)*undeclared"):
-            compiler.compile_variant(variant, "sm_90")
+            compiler.compile_program(variant, "sm_90")
 
 
 def test_an_architecture_that_nvrtc_does_not_know_says_what_to_do() -> None:
     with pytest.raises(compiler.KernelCompileError, match="install a newer NVRTC package"):
-        compiler.compile_variant(plan.variants((9, 0))[0], "sm_999")
+        compiler.compile_program(plan.variants((9, 0))[0], "sm_999")
 
 
 @pytest.mark.parametrize(
@@ -170,10 +170,11 @@ def test_an_older_gpu_is_refused(capability: tuple[int, int]) -> None:
 
 
 def test_the_source_needs_no_header() -> None:
-    assert "#include" not in compiler.source()
     folder = resources.files("msa_ops.engines.cuda") / "kernels"
     kernels = {f.name for f in folder.iterdir() if f.name.endswith((".cu", ".cuh"))}
-    assert kernels == set(compiler.SOURCES), "every file is part of the source, and of its hash"
+    used = set(plan.SOURCES).union(*(p.sources for p in programs.PROGRAMS))
+    assert kernels == used, "every file is part of a program"
+    assert "#include" not in compiler.source(tuple(sorted(used)))
 
 
 # --- the parameter block ---
@@ -235,13 +236,13 @@ def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
 def test_the_compiler_agrees_on_the_size_of_the_struct() -> None:
     """The rules of C above are held against the compiler itself."""
     with pytest.MonkeyPatch.context() as patch:
-        checked = f'{compiler.source()}\nstatic_assert(sizeof(Params) == {launch._PARAMS.size}, "size");'
-        patch.setattr(compiler, "source", lambda: checked)
-        compiler.compile_variant(plan.variants((8, 0))[0], "sm_80")
+        checked = f'{compiler.source(plan.SOURCES)}\nstatic_assert(sizeof(Params) == {launch._PARAMS.size}, "size");'
+        patch.setattr(compiler, "source", lambda _: checked)
+        compiler.compile_program(plan.variants((8, 0))[0], "sm_80")
 
 
 def test_enumerations_agree_with_the_kernel() -> None:
-    source = compiler.source()
+    source = compiler.source(plan.SOURCES)
     for combine in plan.Combine:
         assert f"COMBINE_{combine.name} = {int(combine)}" in source
     for dtype, value in launch._QUERY_TYPE.items():
@@ -422,12 +423,12 @@ print([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
 # --- what is missing is named ---
 
 
-@pytest.mark.parametrize("what, call", [("nvrtc", "compile.nvrtc()"), ("driver", "launch.driver()")])
+@pytest.mark.parametrize("what, call", [("nvrtc", "compile.nvrtc()"), ("driver", "driver.driver()")])
 def test_a_missing_package_is_named_with_its_remedy(what: str, call: str) -> None:
     code = f"""
 import sys; sys.path.insert(0, {SRC!r})
 import torch
-from msa_ops.engines.cuda import compile, launch
+from msa_ops.engines.cuda import compile, driver
 class Block:
     def find_spec(self, name, path=None, target=None):
         if name == "cuda" or name.startswith("cuda."):
@@ -496,7 +497,7 @@ def test_the_command_fails_if_anything_fails(tmp_path: Path, monkeypatch: pytest
             raise compiler.KernelCompileError("no")
         return b"cubin", ""
 
-    monkeypatch.setattr(compiler, "compile_variant", compile_some)
+    monkeypatch.setattr(compiler, "compile_program", compile_some)
     result = typer_testing.CliRunner().invoke(app, ["--arch", "sm_80", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert f"1 failed: sm_80 {plan.variants((8, 0))[1].name}" in result.output

@@ -297,10 +297,10 @@ def _driver() -> str | None:
 
 def _driver_cuda() -> tuple[int, int] | None:
     """Needs no context and no GPU, only the driver's library."""
-    from .engines.cuda import launch
+    from .engines.cuda import driver
 
     with contextlib.suppress(Exception):
-        error, version = launch.driver().cuDriverGetVersion()
+        error, version = driver.driver().cuDriverGetVersion()
         if not int(error):
             return version // 1000, version % 1000 // 10
     return None

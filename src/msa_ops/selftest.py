@@ -305,7 +305,7 @@ def compile_one(target: str, facts: DeviceFacts) -> CompileResult:
     variant = choose_variant(KVFormat.FP8, ScaleLayout.NONE, facts)
     start = time.perf_counter()
     try:
-        cubin, _ = compiler.compile_variant(variant, target)
+        cubin, _ = compiler.compile_program(variant, target)
         size, message = len(cubin), ""
     except Exception as raised:  # a report is worth more than a traceback
         size, message = 0, f"{type(raised).__name__}: {raised}"

@@ -79,7 +79,7 @@ def build_into(folder: Path, variant: Variant, target: str) -> tuple[int, float]
     from ..engines.cuda import compile as compiler
 
     start = time.perf_counter()
-    cubin, _ = compiler.compile_variant(variant, target)
+    cubin, _ = compiler.compile_program(variant, target)
     compiler.write_cached(variant, target, cubin, compiler.nvrtc_version(), folder)
     return len(cubin), time.perf_counter() - start
 

@@ -1,7 +1,7 @@
 """Kernel source to a loaded kernel: NVRTC through NVIDIA's Python packages, with a cache of cubins on disk.
 
 NVRTC needs neither a GPU nor a host compiler nor headers. Cubins lie in ``MSA_OPS_CACHE_DIR`` (default
-``$XDG_CACHE_HOME/msa_ops``, ``~/.cache/msa_ops``) as ``<source hash>/<architecture>/<variant>-nvrtc<version>.cubin``, each
+``$XDG_CACHE_HOME/msa_ops``, ``~/.cache/msa_ops``) as ``<source hash>/<architecture>/<program>-nvrtc<version>.cubin``, each
 with its own checksum, written to a temporary file and renamed, so that any number of processes may start at once. A cache
 that cannot be written costs a warning and a compilation per process.
 """
@@ -16,17 +16,23 @@ import warnings
 from functools import lru_cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from .plan import Variant
 
-SOURCES = (
-    "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh", "product.cuh",
-    "softmax.cuh", "decode.cu", "merge.cu",
-)  # fmt: skip
+class Program(Protocol):
+    """One compilation: files of ``kernels/`` one after the other, with these compiler options."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def sources(self) -> tuple[str, ...]: ...
+    @property
+    def defines(self) -> tuple[str, ...]: ...
+
+
 _OPTIONS = ("-std=c++17", "-default-device")
 _MAGIC = b"msa_ops cubin 1\n"
-_INSTALL = (
+INSTALL = (
     "pip install 'msa-ops[cuda13]' (for a torch built with CUDA 13) or 'msa-ops[cuda12]' (CUDA 12), which bring "
     "cuda-bindings and NVIDIA's NVRTC package"
 )
@@ -36,16 +42,19 @@ class KernelCompileError(RuntimeError):
     """NVRTC refused the source; carries its log."""
 
 
-@lru_cache(maxsize=1)
-def source() -> str:
-    """The kernel source: its files one after the other."""
+@lru_cache(maxsize=64)
+def source(sources: tuple[str, ...]) -> str:
+    """The files of ``kernels/`` with these names, one after the other."""
     folder = resources.files(__package__) / "kernels"
-    return "".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
+    return "".join((folder / name).read_text(encoding="utf-8") for name in sources)
 
 
 @lru_cache(maxsize=1)
 def source_hash() -> str:
-    return hashlib.sha256("\0".join((source(), *_OPTIONS)).encode()).hexdigest()[:16]
+    """Of all kernel files and common options: a changed file makes a new cache for all."""
+    folder = resources.files(__package__) / "kernels"
+    names = sorted(f.name for f in folder.iterdir() if f.name.endswith((".cu", ".cuh")))
+    return hashlib.sha256("\0".join((*names, source(tuple(names)), *_OPTIONS)).encode()).hexdigest()[:16]
 
 
 def architecture(capability: tuple[int, int]) -> str:
@@ -75,15 +84,15 @@ def _folder(arch: str, root: Path | None = None) -> Path:
     return (root or cache_dir()) / source_hash() / arch
 
 
-def read_cached(variant: Variant, arch: str) -> list[bytes]:
-    """Cubins of this variant from the cache, the newest NVRTC's first. Damaged files are passed over."""
+def read_cached(program: Program, arch: str) -> list[bytes]:
+    """Cubins of this program from the cache, the newest NVRTC's first. Damaged files are passed over."""
     found: list[tuple[tuple[int, ...], bytes]] = []
     try:
-        entries = [e for e in os.scandir(_folder(arch)) if e.name.startswith(f"{variant.name}-nvrtc")]
+        entries = [e for e in os.scandir(_folder(arch)) if e.name.startswith(f"{program.name}-nvrtc")]
     except OSError:
         return []
     for entry in entries:
-        match = re.fullmatch(rf"{re.escape(variant.name)}-nvrtc(\d+)\.(\d+)\.cubin", entry.name)
+        match = re.fullmatch(rf"{re.escape(program.name)}-nvrtc(\d+)\.(\d+)\.cubin", entry.name)
         if not match:
             continue
         try:
@@ -96,11 +105,11 @@ def read_cached(variant: Variant, arch: str) -> list[bytes]:
     return [cubin for _, cubin in sorted(found, key=lambda x: x[0], reverse=True)]
 
 
-def write_cached(variant: Variant, arch: str, cubin: bytes, version: tuple[int, int], root: Path | None = None) -> Path:
+def write_cached(program: Program, arch: str, cubin: bytes, version: tuple[int, int], root: Path | None = None) -> Path:
     """Write one cubin so that a reader sees all of it or nothing. Raises `OSError`."""
     folder = _folder(arch, root)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{variant.name}-nvrtc{version[0]}.{version[1]}.cubin"
+    path = folder / f"{program.name}-nvrtc{version[0]}.{version[1]}.cubin"
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as f:
@@ -116,10 +125,10 @@ def write_cached(variant: Variant, arch: str, cubin: bytes, version: tuple[int, 
 _warned_unwritable = False
 
 
-def _store(variant: Variant, arch: str, cubin: bytes, version: tuple[int, int]) -> None:
+def _store(program: Program, arch: str, cubin: bytes, version: tuple[int, int]) -> None:
     global _warned_unwritable
     try:
-        write_cached(variant, arch, cubin, version)
+        write_cached(program, arch, cubin, version)
     except OSError as error:
         if not _warned_unwritable:
             _warned_unwritable = True
@@ -140,11 +149,11 @@ def nvrtc() -> Any:
     try:
         from cuda.bindings import nvrtc as bindings
     except ImportError as error:
-        raise RuntimeError(f"the CUDA engine needs the package cuda-bindings ({error}): {_INSTALL}") from error
+        raise RuntimeError(f"the CUDA engine needs the package cuda-bindings ({error}): {INSTALL}") from error
     try:
         bindings.nvrtcVersion()
     except Exception as error:
-        raise RuntimeError(f"the CUDA engine found no NVRTC library ({error}): {_INSTALL}") from error
+        raise RuntimeError(f"the CUDA engine found no NVRTC library ({error}): {INSTALL}") from error
     return bindings
 
 
@@ -159,35 +168,35 @@ def supported_architectures() -> list[int]:
     return list(archs)
 
 
-def compile_variant(variant: Variant, arch: str, *extra_options: str) -> tuple[bytes, str]:
-    """Compile one variant; returns the cubin and the compiler's log. Raises `KernelCompileError`."""
+def compile_program(program: Program, arch: str, *extra_options: str) -> tuple[bytes, str]:
+    """Compile one program; returns the cubin and the compiler's log. Raises `KernelCompileError`."""
     rtc = nvrtc()
-    options = [o.encode() for o in (f"--gpu-architecture={arch}", *_OPTIONS, *variant.defines, *extra_options)]
-    error, program = rtc.nvrtcCreateProgram(source().encode(), b"msa_ops.cu", 0, [], [])
+    options = [o.encode() for o in (f"--gpu-architecture={arch}", *_OPTIONS, *program.defines, *extra_options)]
+    error, handle = rtc.nvrtcCreateProgram(source(program.sources).encode(), b"msa_ops.cu", 0, [], [])
     if int(error):
         raise KernelCompileError(f"NVRTC could not create a program: {error}")
     try:
-        (error,) = rtc.nvrtcCompileProgram(program, len(options), options)
-        _, size = rtc.nvrtcGetProgramLogSize(program)
+        (error,) = rtc.nvrtcCompileProgram(handle, len(options), options)
+        _, size = rtc.nvrtcGetProgramLogSize(handle)
         log = b" " * size
-        rtc.nvrtcGetProgramLog(program, log)
+        rtc.nvrtcGetProgramLog(handle, log)
         text = log.rstrip(b"\0 \n").decode(errors="replace")
         if int(error):
             major, minor = nvrtc_version()
             raise KernelCompileError(
-                f"NVRTC {major}.{minor} could not compile {variant.name} for {arch} ({error.name}). If it does not know the "
+                f"NVRTC {major}.{minor} could not compile {program.name} for {arch} ({error.name}). If it does not know the "
                 f"architecture, install a newer NVRTC package. Its log:\n{text}"
             )
-        _, size = rtc.nvrtcGetCUBINSize(program)
+        _, size = rtc.nvrtcGetCUBINSize(handle)
         cubin = b" " * size
-        rtc.nvrtcGetCUBIN(program, cubin)
+        rtc.nvrtcGetCUBIN(handle, cubin)
         return cubin, text
     finally:
-        rtc.nvrtcDestroyProgram(program)
+        rtc.nvrtcDestroyProgram(handle)
 
 
-def build(variant: Variant, arch: str) -> bytes:
+def build(program: Program, arch: str) -> bytes:
     """Compile and put into the cache."""
-    cubin, _ = compile_variant(variant, arch)
-    _store(variant, arch, cubin, nvrtc_version())
+    cubin, _ = compile_program(program, arch)
+    _store(program, arch, cubin, nvrtc_version())
     return cubin

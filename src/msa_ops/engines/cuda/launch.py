@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ...contract import FP8, DecodeProblem, KVFormat, KVLayout, ScaleLayout
 from . import compile as compiler
+from .driver import NO_CONTEXT, check, driver, ensure_context, launch_config, load_library
 from .plan import (
     CLUSTER_SIZES,
     MAX_GRID,
@@ -48,27 +49,9 @@ _PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2,
 _PARTIAL_DTYPE = (torch.float32, torch.bfloat16, torch.float16, FP8)
 _ALL_SHARED = 100  # per cent of the multiprocessor's memory
 _MERGE_ROWS = 4  # output rows of one block of the merge kernel
-_NO_CONTEXT = ("CUDA_ERROR_NOT_INITIALIZED", "CUDA_ERROR_INVALID_CONTEXT", "CUDA_ERROR_CONTEXT_IS_DESTROYED")
 
 calls: Counter[str] = Counter()
 """Calls served, by route: ``none``, ``cluster``, ``scratch``."""
-
-
-@lru_cache(maxsize=1)
-def driver() -> Any:
-    """The driver bindings. Raises `RuntimeError` naming what is missing."""
-    try:
-        from cuda.bindings import driver as bindings
-    except ImportError as error:
-        raise RuntimeError(f"the CUDA engine needs the package cuda-bindings ({error}): {compiler._INSTALL}") from error
-    return bindings
-
-
-def _check(result: Any, doing: str) -> Any:
-    error, *values = result
-    if int(error):
-        raise RuntimeError(f"CUDA driver: {error.name} while {doing}")
-    return values[0] if len(values) == 1 else values
 
 
 class Kernels:
@@ -77,19 +60,9 @@ class Kernels:
     def __init__(self, variant: Variant, arch: str) -> None:
         self.variant = variant
         d = driver()
-        library = None
-        for cubin in compiler.read_cached(variant, arch):
-            error, library = d.cuLibraryLoadData(cubin, [], [], 0, [], [], 0)
-            if not int(error):
-                break
-            library = None  # a cubin of a newer NVRTC than the driver can load
-        if library is None:
-            library = _check(
-                d.cuLibraryLoadData(compiler.build(variant, arch), [], [], 0, [], [], 0), f"loading {variant.name}"
-            )
-        self.library = library
-        self.kernel = _check(d.cuLibraryGetKernel(library, b"msa_decode"), "looking up msa_decode")
-        self.merge_kernel = _check(d.cuLibraryGetKernel(library, b"msa_merge"), "looking up msa_merge")
+        self.library = library = load_library(variant, arch)
+        self.kernel = check(d.cuLibraryGetKernel(library, b"msa_decode"), "looking up msa_decode")
+        self.merge_kernel = check(d.cuLibraryGetKernel(library, b"msa_merge"), "looking up msa_merge")
         # The launch call takes a CUkernel in place of a CUfunction.
         self.decode, self.merge = d.CUfunction(int(self.kernel)), d.CUfunction(int(self.merge_kernel))
 
@@ -97,34 +70,34 @@ class Kernels:
         """Set the kernels' attributes for `device`, which is the current one, and put their code there."""
         d = driver()
         a = d.CUfunction_attribute
-        handle = _check(d.cuDeviceGet(device), "opening the device")
-        _check(
+        handle = check(d.cuDeviceGet(device), "opening the device")
+        check(
             d.cuKernelSetAttribute(
                 a.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, self.variant.shared_bytes, self.kernel, handle
             ),
             "raising the shared memory limit",
         )
         # Left to itself the driver may keep more first-level cache than two blocks' copy rings leave room for.
-        _check(
+        check(
             d.cuKernelSetAttribute(
                 a.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, _ALL_SHARED, self.kernel, handle
             ),
             "preferring shared memory over cache",
         )
         if facts.max_cluster > 8:
-            _check(
+            check(
                 d.cuKernelSetAttribute(a.CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1, self.kernel, handle),
                 "allowing clusters of 16",
             )
         # Lazy loading would do this at the first launch, which may be inside a capture.
         for kernel in (self.kernel, self.merge_kernel):
-            _check(d.cuKernelGetFunction(kernel), "loading code onto the device")
+            check(d.cuKernelGetFunction(kernel), "loading code onto the device")
 
     def active_clusters(self, size: int) -> int:
         """Clusters of `size` blocks that the current device holds at once; 0 where it cannot launch them."""
-        config = _launch_config(size, self.variant.threads, self.variant.shared_bytes, size, False, 0)
+        config = launch_config(size, self.variant.threads, self.variant.shared_bytes, size, False, 0)
         error, clusters = driver().cuOccupancyMaxActiveClusters(self.decode, config)
-        if error.name in _NO_CONTEXT:  # no answer about clusters, and not to be kept as one
+        if error.name in NO_CONTEXT:  # no answer about clusters, and not to be kept as one
             raise RuntimeError(f"CUDA driver: {error.name} while asking how many clusters fit")
         return 0 if int(error) else int(clusters)
 
@@ -159,11 +132,11 @@ def device_facts(device: int) -> DeviceFacts:
     if facts is None:
         d = driver()
         compiler.architecture(torch.cuda.get_device_capability(device))
-        handle = _check(d.cuDeviceGet(device), "opening the device")
+        handle = check(d.cuDeviceGet(device), "opening the device")
         a = d.CUdevice_attribute
 
         def attribute(which: Any) -> int:
-            return int(_check(d.cuDeviceGetAttribute(which, handle), "reading the device's limits"))
+            return int(check(d.cuDeviceGetAttribute(which, handle), "reading the device's limits"))
 
         facts = _state.facts[device] = DeviceFacts(
             torch.cuda.get_device_capability(device),
@@ -377,7 +350,7 @@ def _encode_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
     steps = [strides[i] * size if shape[i] > 1 else 16 for i in order[1:]]
     column = min(row, 128)
     swizzle = d.CUtensorMapSwizzle
-    encoded = _check(
+    encoded = check(
         d.cuTensorMapEncodeTiled(
             d.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_UINT8,
             len(dims),
@@ -414,12 +387,7 @@ class _Launcher:
 
     def __init__(self) -> None:
         d = driver()
-        error, context = d.cuCtxGetCurrent()
-        if int(error) or int(context) == 0:  # a thread that has not used CUDA yet
-            # Setting the device that is already the current one would do nothing.
-            device = _check(d.cuDeviceGet(torch.cuda.current_device()), "opening the device")
-            context = _check(d.cuDevicePrimaryCtxRetain(device), "taking the device's context")
-            _check(d.cuCtxSetCurrent(context), "making its context current")
+        ensure_context()
         self.block = ctypes.create_string_buffer(_PARAMS.size)
         self.rows = ctypes.c_longlong(0)
         self.pointers = (ctypes.c_void_p * 2)(ctypes.addressof(self.block), ctypes.addressof(self.rows))
@@ -479,30 +447,7 @@ class _Launcher:
         if config is None:
             if len(self.configs) > 4096:
                 self.configs.clear()
-            config = self.configs[key] = _launch_config(blocks, threads, shared, cluster, dependent, stream)
+            config = self.configs[key] = launch_config(blocks, threads, shared, cluster, dependent, stream)
         (error,) = self.cu_launch(config, kernel, self.arguments, 0)
         if int(error):
             raise RuntimeError(f"CUDA driver: {error.name} while launching {blocks} blocks of {threads} threads")
-
-
-def _launch_config(blocks: int, threads: int, shared: int, cluster: int, dependent: bool, stream: int) -> Any:
-    d = driver()
-    config = d.CUlaunchConfig()
-    config.gridDimX, config.gridDimY, config.gridDimZ = blocks, 1, 1
-    config.blockDimX, config.blockDimY, config.blockDimZ = threads, 1, 1
-    config.sharedMemBytes = shared
-    config.hStream = stream
-    attributes = []
-    if dependent:
-        a = d.CUlaunchAttribute()
-        a.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-        a.value.programmaticStreamSerializationAllowed = 1
-        attributes.append(a)
-    if cluster > 1:
-        a = d.CUlaunchAttribute()
-        a.id = d.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
-        a.value.clusterDim.x, a.value.clusterDim.y, a.value.clusterDim.z = cluster, 1, 1
-        attributes.append(a)
-    config.attrs = attributes
-    config.numAttrs = len(attributes)
-    return config

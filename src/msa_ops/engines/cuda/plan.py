@@ -13,6 +13,11 @@ from functools import lru_cache
 
 from ...contract import BLOCK_SIZE, HEAD_DIM, KVFormat, ScaleLayout
 
+SOURCES = (
+    "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh", "product.cuh",
+    "softmax.cuh", "decode.cu", "merge.cu",
+)  # fmt: skip
+"""Files of the decode kernel and its merge kernel, in order."""
 ROW_TILE = 16
 """Query heads that one block serves: the rows of the matrix instruction."""
 MAX_GRID = 2**31 - 1
@@ -54,6 +59,10 @@ class Variant:
     def name(self) -> str:
         planar = "-planar" if self.scale_layout is ScaleLayout.PLANAR else ""
         return f"{self.kv_format.value}{planar}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}"
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return SOURCES
 
     @property
     def defines(self) -> tuple[str, ...]:

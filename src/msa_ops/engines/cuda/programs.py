@@ -1,0 +1,111 @@
+"""The kernels beside the decode kernel: what they are compiled from, loading them, launching them.
+
+A `KernelProgram` is a few files of ``kernels/`` and their entry points; parameters are one block of bytes, the kernel's one
+`__grid_constant__` argument. `PROGRAMS` lists all of them, for `msa-ops compile` and `warmup`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import compile as compiler
+from .driver import check, driver, ensure_context, launch_config, load_library
+
+
+@dataclass(frozen=True)
+class KernelProgram:
+    """One compilation: `sources` of ``kernels/`` in order, entry points by name."""
+
+    name: str
+    sources: tuple[str, ...]
+    entries: tuple[str, ...]
+    defines: tuple[str, ...] = ()
+    max_shared: int = 0
+    """Most dynamic shared memory of a launch, in bytes."""
+
+
+PROGRAMS: tuple[KernelProgram, ...] = ()
+
+
+class _State:
+    """All that is loaded, for this process. A forked child starts empty."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.libraries: dict[tuple[KernelProgram, str], Any] = {}
+        self.functions: dict[tuple[KernelProgram, int], dict[str, Any]] = {}
+
+
+_state = _State()
+
+
+def _forget() -> None:
+    global _state
+    _state = _State()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def functions(program: KernelProgram, device: int) -> dict[str, Any]:
+    """The program's entry points, loaded for `device`, the current one; compiled first if no cache holds them.
+
+    Raises `RuntimeError` inside a CUDA graph capture that would have to load them.
+    """
+    state = _state
+    ready = state.functions.get((program, device))
+    if ready is not None:
+        return ready
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the kernel {program.name} is not loaded yet, and a CUDA graph capture cannot load it: make one eager call, or "
+            "msa_ops.warmup(device), before capturing"
+        )
+    ensure_context()
+    with state.lock:
+        arch = compiler.architecture(torch.cuda.get_device_capability(device))
+        library = state.libraries.get((program, arch))
+        if library is None:
+            library = state.libraries[program, arch] = load_library(program, arch)
+        d = driver()
+        handle = check(d.cuDeviceGet(device), "opening the device")
+        found = {}
+        for entry in program.entries:
+            kernel = check(d.cuLibraryGetKernel(library, entry.encode()), f"looking up {entry}")
+            if program.max_shared:
+                check(
+                    d.cuKernelSetAttribute(
+                        d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                        program.max_shared,
+                        kernel,
+                        handle,
+                    ),
+                    "raising the shared memory limit",
+                )
+            # Lazy loading would do this at the first launch, which may be inside a capture.
+            check(d.cuKernelGetFunction(kernel), "loading code onto the device")
+            found[entry] = d.CUfunction(int(kernel))  # the launch call takes a CUkernel in its place
+        state.functions[program, device] = found
+    return found
+
+
+def launch(
+    function: Any, params: bytes, blocks: int, threads: int, *, device: int, shared: int = 0, cluster: int = 1
+) -> None:
+    """Launch on torch's current stream of `device`, the current one. Dependent launch from 9.0 on: the kernel must wait
+    (`wait_for_previous_kernel`) before it reads what others wrote, and before it writes what others may still read."""
+    ensure_context()
+    block = ctypes.create_string_buffer(params, len(params))
+    pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))
+    modern = torch.cuda.get_device_capability(device) >= (9, 0)
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    config = launch_config(blocks, threads, shared, cluster, modern, stream)
+    (error,) = driver().cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0)
+    if int(error):
+        raise RuntimeError(f"CUDA driver: {error.name} while launching {blocks} blocks of {threads} threads")
