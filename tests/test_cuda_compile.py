@@ -172,7 +172,7 @@ def test_an_older_gpu_is_refused(capability: tuple[int, int]) -> None:
 def test_the_source_needs_no_header() -> None:
     folder = resources.files("msa_ops.engines.cuda") / "kernels"
     kernels = {f.name for f in folder.iterdir() if f.name.endswith((".cu", ".cuh"))}
-    used = set(plan.SOURCES).union(*(p.sources for p in programs.PROGRAMS))
+    used = set(plan.SOURCES).union(*(p.sources for p in programs.all_programs()))
     assert kernels == used, "every file is part of a program"
     assert "#include" not in compiler.source(tuple(sorted(used)))
 

@@ -1,7 +1,7 @@
 """The kernels beside the decode kernel: what they are compiled from, loading them, launching them.
 
 A `KernelProgram` is a few files of ``kernels/`` and their entry points; parameters are one block of bytes, the kernel's one
-`__grid_constant__` argument. `PROGRAMS` lists all of them, for `msa-ops compile` and `warmup`.
+`__grid_constant__` argument. `all_programs` lists them, for `msa-ops compile` and `warmup`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ class KernelProgram:
     """Most dynamic shared memory of a launch, in bytes."""
 
 
-PROGRAMS: tuple[KernelProgram, ...] = ()
+def all_programs() -> tuple[KernelProgram, ...]:
+    """Every program that a call can ask for. Each is defined beside the Python that launches it."""
+    return ()
 
 
 class _State:
