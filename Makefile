@@ -5,7 +5,7 @@ ARGS ?=
 # The project's sources are used as they lie here, not an installed copy.
 export PYTHONPATH := $(CURDIR)/src$(if $(PYTHONPATH),:$(PYTHONPATH))
 
-.PHONY: demo test lint bench-cpu clean
+.PHONY: demo test lint bench-cpu figures clean
 
 demo:
 	@py=$$($(PYTHON) tools/setup_env.py demo) && "$$py" -m msa_ops demo $(ARGS)
@@ -19,6 +19,10 @@ lint:
 
 bench-cpu:
 	@py=$$($(PYTHON) tools/setup_env.py demo) && "$$py" benchmarks/cpu.py $(ARGS)
+
+# What README.md and docs/ say of measurements and support, from benchmarks/results/ and the code.
+figures:
+	@py=$$($(PYTHON) tools/setup_env.py demo) && "$$py" benchmarks/figures.py $(ARGS)
 
 clean:
 	rm -rf .venv demo-out bench-out dist build .pytest_cache .hypothesis .mypy_cache .ruff_cache

@@ -19,9 +19,10 @@ from msa_ops.bench.inputs import KV_KINDS, Call, Shape, make_calls, make_pool, s
 from msa_ops.bench.main import main
 from msa_ops.bench.measure import Bench, Prepared, geometric_mean, timing_of
 from msa_ops.bench.options import Options, parse
-from msa_ops.bench.peers import Absent, Refused, Side, load_peers, ours
+from msa_ops.bench.peers import UNKNOWN, Absent, Refused, Side, load_peers, ours
 from msa_ops.bench.presets import BATCHES, LONGEST, Axes, jobs_of, ragged_lengths, separate_requests, split_heads
 from msa_ops.bench.runner import Runner
+from msa_ops.bench.step_sides import PARTS, StepSide
 from msa_ops.reference import decode_reference
 
 SMALL = Shape("bf16", 2, 4, 2, context=512)
@@ -194,12 +195,24 @@ def test_options_read_the_command_line() -> None:
         (["--against", "torch"], "--against takes flashinfer"),
         (["--sweep", "NAME"], "--sweep takes NAME=V1"),
         (["--replays", "3"], "at least 7"),
+        (["--preset", "step", "--context", "8000"], "--context must be a multiple of 128 in preset step"),
+        (["--preset", "step", "--seqlen-q", "200"], "--seqlen-q must be at most 128 in preset step"),
+        (["--preset", "grid", "--preset", "step", "--context", "8K,16K"], "several for presets model and step alone"),
+        (["--peer-version", "vllm"], "--peer-version takes PEER=VERSION"),
+        (["--peer-version", "torch=2"], "with a peer of flashinfer, vllm, sdpa"),
     ],
 )
 def test_bad_options_say_what_is_expected(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(argv)
     assert stopped.value.code == 2 and words in capsys.readouterr().err
+
+
+def test_a_given_version_stands_where_a_peer_says_none() -> None:
+    result = run_with([Side("vllm", right, UNKNOWN), Side("flashinfer", right, "0.7")], "--seqlen-q", "1",
+                      "--peer-version", "vllm=0.33.0", "--peer-version", "flashinfer=9")  # fmt: skip
+    assert result["sides"]["vllm"] == "0.33.0" and result["sides"]["flashinfer"] == "0.7"
+    assert result["options"]["versions"] == (("vllm", "0.33.0"), ("flashinfer", "9"))
 
 
 def test_heads_are_query_over_kv() -> None:
@@ -380,6 +393,42 @@ def test_summary_takes_geometric_means_and_counts_bars() -> None:
     assert goals.summarise(rows)["peers"]["fp8 flashinfer"]["shapes"] == 1
 
 
+def test_nvfp4_has_goals_of_its_own() -> None:
+    """0.88 of the ceiling, 2.8 times our own bf16 from 256 items on, and both layouts within 5%."""
+    rows = [grid_row("bf16", batch, time) for batch, time in ((32, 36.0), (64, 66.0), (128, 127.0))]
+    for kv, factor in (("nvfp4-planar", 1.0), ("nvfp4-tiled", 1.06)):
+        rows += [
+            grid_row(kv, batch, time * factor, flashinfer=99.0) for batch, time in ((32, 13.0), (64, 23.0), (128, 46.0))
+        ]
+    summary = goals.summarise(rows)
+    found = [(r["kv"], r["batch"], r["ratio"], r["met"]) for r in summary["nvfp4_over_bf16"]]
+    assert found == [
+        ("nvfp4-planar", 64, 2.8696, True), ("nvfp4-planar", 128, 2.7609, False), ("nvfp4-tiled", 64, 2.7071, False),
+        ("nvfp4-tiled", 128, 2.6046, False),
+    ]  # fmt: skip
+    layouts = summary["nvfp4_layouts"]
+    assert [(r["batch"], r["ratio"], r["met"]) for r in layouts] == [(b, 0.9434, False) for b in (32, 64, 128)]
+    rows[-1] = grid_row("nvfp4-tiled", 128, 48.0)
+    assert goals.summarise(rows)["nvfp4_layouts"][-1] == {
+        "batch": 128, "heads": "64/4", "seqlen_q": 1, "ratio": 0.9583, "met": True,
+    }  # fmt: skip
+    assert rows[3]["speed_goal"]["must_us"] == pytest.approx(32 * 4 * 294912 / (0.88 * 4.46e12) * 1e6 + 4.5, abs=1e-3)
+    assert rows[3]["peer_goal"] is None and "must" not in summary["peers"]["nvfp4-planar flashinfer"]
+    lines = report.summary_lines({"summary": summary})
+    assert "NVFP4 over our bf16: 2.60 at least, bar held at 1 of 4" in lines
+    assert "NVFP4 planar over tiled: 0.943 to 0.943, limit held at 0 of 3" in lines
+
+
+def test_nvfp4_is_measured_as_soon_as_it_is_served() -> None:
+    """On the CPU it is: the inputs, the check and the rows are those of a GPU."""
+    result = run_with([], "--kv", "nvfp4", "--seqlen-q", "1", "--preset", "grid", "--preset", "accuracy")
+    assert [row["kv"] for row in result["rows"]] == ["nvfp4-planar", "nvfp4-tiled"]
+    assert all(row["sides"]["ours"]["status"] == "ok" for row in result["rows"])
+    assert [r["ratio"] for r in result["summary"]["nvfp4_layouts"]] and {r["kv"] for r in result["accuracy"]} == {
+        "nvfp4-planar", "nvfp4-tiled",
+    }  # fmt: skip
+
+
 def test_goals_are_read_at_the_h200s_own_ceiling_only_there() -> None:
     assert goals.goal_ceiling("NVIDIA H200", 4.4e12) == 4.46e12
     assert goals.goal_ceiling("NVIDIA H100 80GB HBM3", 3.0e12) == 3.0e12
@@ -430,9 +479,24 @@ def test_workers_run_every_side_on_their_shapes(monkeypatch: pytest.MonkeyPatch)
     fake = Side("fake", lambda call: seen.append((call.shape.kv, call.shape.lengths)), "1")
     monkeypatch.setattr(warm, "load_peers", lambda names: [fake, Absent("gone", "")])
     shapes = [dataclasses.asdict(dataclasses.replace(SMALL, kv=kv, lengths=(5, 300))) for kv in KV_KINDS]
-    spec = {"device": "cpu", "peers": ["fake"], "sweep": [{"MSA_OPS_SWEPT": None}], "shapes": shapes}
+    spec = {"device": "cpu", "peers": ["fake"], "sweep": [{"MSA_OPS_SWEPT": None}], "shapes": shapes, "steps": []}
     warm.work(json.loads(json.dumps(spec)))
     assert seen == [(kv, (5, 300)) for kv in KV_KINDS]
+
+
+def test_workers_run_every_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def seeing(part: str) -> Any:
+        return lambda call: seen.append((part, call.shape.kv))
+
+    fake = Side("fake", lambda call: None, "1")
+    side = StepSide(fake, {part: seeing(part) for part in PARTS})
+    monkeypatch.setattr(warm, "load_peers", lambda names: [fake])
+    monkeypatch.setattr(warm, "load_step_peers", lambda sides: [side, Absent("gone", "")])
+    spec = {"device": "cpu", "peers": ["fake"], "sweep": [], "shapes": [], "steps": [dataclasses.asdict(SMALL)]}
+    warm.work(json.loads(json.dumps(spec)))
+    assert seen == [(part, "bf16") for part in PARTS]
 
 
 def test_smoke_run_measures_every_preset(tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]) -> None:

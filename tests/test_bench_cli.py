@@ -23,7 +23,7 @@ from click.testing import Result
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from msa_ops.bench import cpu, records, runner
+from msa_ops.bench import records, runner
 from msa_ops.bench.options import from_values
 from msa_ops.bench.peers import Side
 from msa_ops.bench.presets import MODEL_CONTEXTS, jobs_of, model_heads
@@ -134,38 +134,85 @@ def test_host_measures_calls_and_fresh_processes(tmp_path: Path) -> None:
     pictures(tmp_path, "host-eager")
 
 
-def test_cpu_runs_the_script_and_keeps_its_figures(tmp_path: Path) -> None:
-    outcome = run("cpu", "--smoke", "--forms", "bf16", "--out", str(tmp_path))
+def test_step_gives_every_part_and_the_whole(tmp_path: Path) -> None:
+    arguments = (
+        "--smoke",
+        "--device",
+        "cpu",
+        "--kv",
+        "bf16",
+        "--batch",
+        "1,2",
+        "--heads",
+        "4/2",
+        "--context",
+        "512,1K",
+    )
+    outcome = run("step", *arguments, "--topk", "2", "--against", "none", "--out", str(tmp_path))
     assert outcome.exit_code == 0, outcome.output
-    report = json.loads((tmp_path / "cpu.json").read_text())
-    (result,) = report["results"]
-    assert report["kind"] == "cpu" and report["schema_version"] == 1 and report["bars_held"] in (True, False)
-    assert result["form"] == "bf16" and result["ours_ms"] > 0 and result["sdpa_ms"] > 0
-    assert "1/1" in words(outcome) and "| bf16 |" in (tmp_path / "cpu.md").read_text()
-    pictures(tmp_path, "cpu-ratio")
-    again = tmp_path / "again"
-    assert run("plot", str(tmp_path / "cpu.json"), "--out", str(again)).exit_code == 0
-    pictures(again, "cpu-ratio")
+    rows = json.loads((tmp_path / "step.json").read_text())["rows"]
+    parts = ["score", "select", "score+select", "attend", "step"]
+    assert [(r["batch"], r["context"], r["label"]) for r in rows] == [
+        (b, c, p) for b in (1, 2) for c in (512, 1024) for p in parts
+    ]  # fmt: skip
+    page = (tmp_path / "step.md").read_text()
+    assert "| context | part |" in page and "| 1K | score+select |" in page and "ours in three calls" in words(outcome)
+    assert "step bf16 ours in three calls" in words(outcome) and "4/4" in words(outcome)
+    pictures(tmp_path, "step-time", "step-share")
 
 
-def test_a_cpu_form_past_its_bar_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = {"form": "bf16", "ours_ms": 9.0, "sdpa_ms": 3.0, "ratio": 3.0, "bar": 1.3, "row_error": 1e-3}
-    report = {"cpu": "some", "torch": "2", "commit": None, "time": "", "shape": {}, "results": [result]}
-    monkeypatch.setattr(cpu, "measure", lambda *_: {**report, "kind": "cpu", "bars_held": False})
-    outcome = run("cpu", "--out", str(tmp_path), "--no-plots")
-    assert outcome.exit_code == 1 and "3.00" in outcome.output and "**3.00**" in (tmp_path / "cpu.md").read_text()
+def test_the_step_picture_shows_the_whole_its_parts_and_the_floor(tmp_path: Path) -> None:
+    from msa_ops.bench import plots
+
+    arguments = ("--smoke", "--device", "cpu", "--kv", "bf16", "--batch", "2", "--heads", "4/2", "--context", "512,1K")
+    assert run("step", *arguments, "--against", "none", "--no-plots", "--out", str(tmp_path)).exit_code == 0
+    report = records.load(tmp_path / "step.json")
+    (axis,) = plots.figures(report, "x")["x-time"].axes
+    lines = {line.get_label(): list(line.get_xdata()) for line in axis.lines}
+    assert lines.keys() == {
+        "ours", "ours in three calls", "floor", *(f"ours, {part} alone" for part in ("score", "select", "attend"))
+    }  # fmt: skip
+    assert set(map(tuple, lines.values())) == {(512, 1024)}
+    whole = [row["sides"]["ours"]["time_us"]["median"] for row in report["rows"] if row["label"] == "step"]
+    assert next(list(line.get_ydata()) for line in axis.lines if line.get_label() == "ours") == whole
 
 
-def test_the_cpu_scripts_own_words_reach_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outcome = run("cpu", "--context", "100", "--forms", "bf16", "--out", str(tmp_path))
-    assert outcome.exit_code == 1 and "--context must be a multiple of 128" in str(outcome.exception)
-    monkeypatch.setattr(cpu, "SCRIPT", tmp_path / "cpu.py")
-    assert "an installed package has not" in str(run("cpu", "--smoke", "--out", str(tmp_path)).exception)
+def test_accuracy_gives_the_errors_of_every_side(tmp_path: Path) -> None:
+    outcome = run("accuracy", *ONE_SHAPE, "--context", "2K", "--against", "sdpa", "--out", str(tmp_path))
+    assert outcome.exit_code == 0, outcome.output
+    report = json.loads((tmp_path / "accuracy.json").read_text())
+    assert [(r["side"], r["q_scale"]) for r in report["accuracy"]] == [
+        ("ours", 1.0), ("sdpa", 1.0), ("ours", 6.0), ("sdpa", 6.0)
+    ]  # fmt: skip
+    assert all(0.9 < r["rms"] <= r["max"] * 1.6 for r in report["accuracy"]) and report["rows"] == []
+    assert "multiples of those of one rounding" in words(outcome) and "1.000" in words(outcome)
+    assert "| bf16 | 4/2 | 2 | 1 | 6.0 | sdpa |" in (tmp_path / "accuracy.md").read_text()
+    pictures(tmp_path)
+
+
+def test_an_accuracy_run_in_which_ours_fails_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(call: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(runner, "ours", lambda environment=None: Side("ours", failing, "1"))
+    outcome = run("accuracy", *ONE_SHAPE, "--against", "none", "--out", str(tmp_path))
+    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 rows" in words(outcome)
+
+
+def test_a_sweep_shows_every_value_and_takes_no_peers_of_itself(tmp_path: Path) -> None:
+    report = decode(tmp_path, "--sweep", "MSA_OPS_SWEPT=,1", "--no-plots")
+    (row,) = report["rows"]
+    assert list(row["sides"]) == ["ours[MSA_OPS_SWEPT=unset]", "ours[MSA_OPS_SWEPT=1]"] and report["absent"] == {}
+    report = decode(tmp_path, "--sweep", "A=1,2", "--sweep", "B=x;y,z", "--against", "sdpa", "--no-plots")
+    assert list(report["rows"][0]["sides"])[1:3] == ["ours[A=1,B=y,z]", "ours[A=2,B=x]"]
+    assert list(report["rows"][0]["sides"])[-1] == "sdpa"
 
 
 def test_every_sub_command_explains_itself() -> None:
     group: Any = get_command(command.app)
-    assert set(group.commands) == {"decode", "ragged", "spec", "model", "host", "cpu", "plot", "diff"}
+    assert set(group.commands) == {
+        "decode", "ragged", "spec", "step", "model", "accuracy", "host", "cpu", "plot", "diff",
+    }  # fmt: skip
     for name in group.commands:
         outcome = run(name, "--help")
         assert outcome.exit_code == 0 and ("--out" in words(outcome) or name == "diff")
@@ -205,7 +252,7 @@ def test_a_refusing_peer_is_shown_with_its_own_words(tmp_path: Path, monkeypatch
 def test_a_wrong_result_of_ours_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "WRONG_ABOVE", -1.0)
     outcome = run("decode", *ONE_SHAPE, "--against", "none", "--out", str(tmp_path))
-    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 shapes" in words(outcome)
+    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 rows" in words(outcome)
     assert json.loads((tmp_path / "decode.json").read_text())["rows"][0]["best"] is None
 
 
@@ -244,7 +291,12 @@ def test_an_absent_peer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (("decode", "--against", "torch"), "--against takes flashinfer"),
         (("decode", "--replays", "3"), "--replays must be at least 7"),
         (("decode", "--context", "32X"), "--context takes positive numbers such as 8192, 8K or 1M"),
-        (("decode", "--context", "8K,16K"), "--context takes one length, several for preset model alone"),
+        (("decode", "--context", "8K,16K"), "--context takes one length, several for presets model and step alone"),
+        (("decode", "--sweep", "NAME"), "--sweep takes NAME=V1"),
+        (("decode", "--peer-version", "vllm"), "--peer-version takes PEER=VERSION"),
+        (("step", "--context", "1000"), "--context must be a multiple of 128 in preset step"),
+        (("cpu", "--context", "100"), "--context must be a multiple of 128"),
+        (("cpu", "--topk", "0"), "--topk must be at least 1"),
         (("decode", "--topk", "0"), "--topk must be at least 1"),
         (("decode", "--device", "gpu"), "--device must be auto, cpu or cuda"),
         (("spec", "--time-budget", "0"), "--time-budget must be more than 0"),
@@ -318,13 +370,13 @@ def test_the_schema_of_the_report_is_stable(tmp_path: Path) -> None:
     (row,) = report["rows"]
     assert set(row) == {
         "preset", "label", "kv", "batch", "heads", "num_qo_heads", "num_kv_heads", "seqlen_q", "context", "topk",
-        "overlap", "in_grid", "calls", "unique_bytes", "floor_us", "best", "sides", "speed_goal", "peer_goal",
+        "overlap", "in_grid", "calls", "unique_bytes", "page_uses", "floor_us", "best", "sides", "speed_goal", "peer_goal",
         "work_goal", "tp", "layers", "step_us",
     }  # fmt: skip
     assert set(row["sides"]["ours"]) == {"status", "error", "time_us"}
     assert set(row["sides"]["ours"]["time_us"]) == {"median", "min", "max", "p25", "p75", "replays"}
     assert set(row["sides"]["sdpa"]) == {"status", "reason"}
-    assert set(report["summary"]) == {"speed", "peers", "nvfp4_over_bf16", "work"}
+    assert set(report["summary"]) == {"speed", "peers", "nvfp4_over_bf16", "nvfp4_layouts", "work", "step"}
 
 
 @pytest.fixture
@@ -422,8 +474,9 @@ def test_plot_compares_runs_and_marks_where_the_first_loses(two_runs: tuple[Path
     merged = records.side_by_side({"before": records.load(before), "after": records.load(after)})
     from msa_ops.bench import plots
 
-    axis = plots._speedup(merged, merged["rows"]).axes[0]
-    assert axis.get_title() == "after: losing at 1 of 2"
+    (axis,) = plots._speedup(merged, merged["rows"]).axes
+    assert axis.get_title() == "after, bf16: losing at 1 of 2"
+    assert [text.get_text() for text in axis.texts] == ["0.800"]
     (losing,) = [c.get_offsets().tolist() for c in axis.collections]
     assert losing == [[1.0, 0.8]]
 
@@ -432,13 +485,43 @@ def test_the_floor_is_drawn_into_the_time_plot(two_runs: tuple[Path, Path, dict[
     from msa_ops.bench import plots
 
     report = records.load(two_runs[0])
-    (axis,) = plots._time(report, report["rows"]).axes
+    (axis,) = plots._time(report, report["rows"], report["rows"]).axes
     lines = {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in axis.lines}
     assert lines["floor"] == [(row["batch"], row["floor_us"]) for row in report["rows"]]
     assert lines["ours"] == [(1, 10.0), (2, 20.0)]
     (axis,) = plots._share(report, report["rows"]).axes
     shares = [100 * row["floor_us"] / (10.0 * row["batch"]) for row in report["rows"]]
     assert list(axis.lines[0].get_ydata()) == pytest.approx(shares)
+
+
+def test_plot_draws_the_rows_that_are_asked_for(tmp_path: Path) -> None:
+    report = decode(tmp_path, "--against", "none", "--no-plots", "--batch", "1,2", "--heads", "4/2,4/1")
+    file, out = str(tmp_path / "decode.json"), tmp_path / "some"
+    assert run("plot", file, "--heads", "4/1", "--name", "some", "--out", str(out)).exit_code == 0
+    pictures(out, "some-time", "some-share")
+    chosen = records.select(report, heads=["4/1"], seqlen_q=None)
+    assert [(row["heads"], row["batch"]) for row in chosen["rows"]] == [("4/1", 1), ("4/1", 2)]
+    outcome = run("plot", file, "--kv", "fp8", "--out", str(tmp_path / "none"))
+    assert outcome.exit_code == 2 and "--kv: the report has bf16, got fp8" in words(outcome)
+    assert not (tmp_path / "none").exists()
+    assert run("plot", file, "--seqlen-q", "x", "--out", str(out)).exit_code == 2
+
+
+def test_pictures_of_the_real_run_are_small_and_mark_every_losing_point() -> None:
+    from msa_ops.bench import plots
+
+    report = records.load(Path(__file__).parents[1] / "benchmarks" / "results" / "h200.json")
+    grid = records.select(report, preset=("grid",))
+    losing = 0
+    for axis in plots.figures(grid, "x")["x-speedup"].axes:
+        found = [point for c in axis.collections for point in c.get_offsets().tolist()]
+        assert f"losing at {len(found)} of" in axis.get_title() and all(y < 1 for _, y in found)
+        losing += len(found)
+    assert losing == sum(peer["losing"] for peer in report["summary"]["peers"].values())
+    kvs = list(dict.fromkeys(row["kv"] for row in grid["rows"]))
+    times = plots.figures(records.select(grid, heads=("64/4",), seqlen_q=(1,)), "x")["x-time"]
+    assert [axis.get_title() for axis in times.axes] == [f"{kv}, heads 64/4, seqlen_q 1" for kv in kvs]
+    assert all("floor" in [line.get_label() for line in axis.lines] for axis in times.axes)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,13 @@ from __future__ import annotations
 import ast
 import importlib.util
 import json
+import math
 import re
+import shlex
+import struct
+import zlib
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +24,7 @@ from msa_ops.engines.cuda.plan import SERVED_FORMATS, SHARED_PER_BLOCK
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = ROOT / "benchmarks" / "results"
 FENCE = re.compile(r"^```([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUERY_NAMES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8"}
 
@@ -84,21 +90,30 @@ def test_every_page_is_linked_from_the_readme() -> None:
     assert not {page.resolve() for page in PAGES} - reached
 
 
-EXAMPLES = [
-    pytest.param(page, text, line, id=f"{page.name}:{line}")
-    for page in PAGES
-    for info, text, line in blocks(page)
-    if info == "python"
-]
+def examples(kind: str) -> list[Any]:
+    found = [(page, text, line) for page in PAGES for info, text, line in blocks(page) if info == kind]
+    return [pytest.param(*example, id=f"{example[0].name}:{example[2]}") for example in found]
 
 
-@pytest.mark.parametrize(("page", "text", "line"), EXAMPLES)
+@pytest.mark.parametrize(("page", "text", "line"), examples("python"))
 def test_python_examples_run(page: Path, text: str, line: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each in a namespace of its own, as it stands. Blocks that cannot run here say so: ``python notest``."""
+    """Each in a namespace of its own, as it stands. Blocks that cannot run here say so: ``python notest``, and those that
+    need a GPU ``python cuda``."""
     if "transformers" in text and importlib.util.find_spec("transformers") is None:
         pytest.skip("needs transformers, which is not installed")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
+    exec(compile("\n" * (line - 1) + text, str(page), "exec"), {"__name__": "example"})
+
+
+@pytest.mark.parametrize(("page", "text", "line"), examples("python cuda"))
+def test_gpu_examples_are_python(page: Path, text: str, line: int) -> None:
+    compile("\n" * (line - 1) + text, str(page), "exec")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("page", "text", "line"), examples("python cuda"))
+def test_gpu_examples_run(page: Path, text: str, line: int) -> None:
     exec(compile("\n" * (line - 1) + text, str(page), "exec"), {"__name__": "example"})
 
 
@@ -108,7 +123,49 @@ def test_blocks_say_what_they_are() -> None:
     assert ("README.md", "python") in infos
     assert [(name, info) for name, info in infos if not info] == []
     unusual = [(name, info) for name, info in infos if info.lower().startswith("py") and info != "python"]
-    assert unusual == [("README.md", "python notest")]  # an import of flashinfer
+    assert unusual == [("README.md", "python notest"), ("serving.md", "python cuda")]  # the first imports flashinfer
+    assert {info for _, info in infos} <= {"sh", "text", "dockerfile", "python", "python notest", "python cuda"}
+
+
+def shell_commands(program: str) -> list[Any]:
+    """What follows `program` in every line of a shell block, or of a Dockerfile, that runs it."""
+    found = []
+    for page in PAGES:
+        for info, text, line in blocks(page):
+            if info in ("sh", "dockerfile"):
+                for i, words in enumerate(text.splitlines()):
+                    for part in words.split("&&"):
+                        if match := re.match(rf"(?:\S*=\S+ )*{re.escape(program)} (.*)", part.strip()):
+                            arguments = shlex.split(match[1], comments=True)
+                            found.append(pytest.param(arguments, id=f"{page.name}:{line + i}"))
+    return found
+
+
+@pytest.mark.parametrize("arguments", shell_commands("msa-ops"))
+def test_commands_of_the_pages_exist_with_their_options(arguments: list[str]) -> None:
+    """Parsed, not run: an option or a sub-command that is gone is an error."""
+    typer_main = pytest.importorskip("typer.main")
+    from msa_ops.cli.main import build_app
+
+    command, rest = typer_main.get_command(build_app()), list(arguments)
+    name = "msa-ops"
+    while hasattr(command, "get_command"):
+        name, rest = rest[0], rest[1:]
+        command = command.get_command(None, name)
+        assert command is not None, f"msa-ops has no {name}"
+    command.make_context(name, rest)
+
+
+@pytest.mark.parametrize("arguments", shell_commands("python3 benchmarks/decode.py"))
+def test_benchmark_lines_are_read(arguments: list[str]) -> None:
+    from msa_ops.bench.options import parse
+
+    assert parse(arguments).json
+
+
+def test_shell_commands_are_found() -> None:
+    commands = {next(iter(example.values[0])) for example in shell_commands("msa-ops")}
+    assert {"doctor", "explain", "bench", "compile"} <= commands
 
 
 def test_the_readme_example_is_ten_lines() -> None:
@@ -224,6 +281,182 @@ def test_changelogs_newest_version_is_the_packages() -> None:
     newest = re.search(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert project is not None and newest is not None
     assert newest[1] == project[1]
+
+
+# --- figures that are written by benchmarks/figures.py ------------------------------------------------------------------
+
+
+@pytest.fixture
+def figures() -> ModuleType:
+    """The script as a module of its own, so that a test may change what it reads."""
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_pages_say_what_the_results_and_the_code_say(page: Path, figures: ModuleType) -> None:
+    pytest.importorskip("typer")
+    text = page.read_text(encoding="utf-8")
+    assert figures.render(text) == text, f"make figures would write another {page.name}"
+
+
+def test_every_figure_is_on_a_page(figures: ModuleType) -> None:
+    shown = {match[2] for page in PAGES for match in figures.BLOCK.finditer(page.read_text(encoding="utf-8"))}
+    assert shown == set(figures.BLOCKS)
+    with pytest.raises(ValueError, match="no block named 'nothing'"):
+        figures.render("<!-- figures: nothing -->\n<!-- end of figures -->")
+    with pytest.raises(ValueError, match="has no <!-- end"):
+        figures.render("<!-- figures: dtypes -->\n")
+
+
+def test_the_table_of_explain_is_the_committed_runs(figures: ModuleType) -> None:
+    text = figures.EXPLAIN_TABLE.read_text(encoding="utf-8")
+    assert text == figures.explain_text() and json.loads(text) == figures.explain_table()
+
+
+def png_comment(data: bytes) -> str:
+    """The "Comment" of a PNG, by its chunks."""
+    at = 8
+    while at < len(data):
+        (size,), kind = struct.unpack(">I", data[at : at + 4]), data[at + 4 : at + 8]
+        body = data[at + 8 : at + 8 + size]
+        assert struct.unpack(">I", data[at + 8 + size : at + 12 + size])[0] == zlib.crc32(kind + body)
+        if kind == b"tEXt" and body.startswith(b"Comment\0"):
+            return body.partition(b"\0")[2].decode()
+        at += 12 + size
+    return ""
+
+
+def test_pictures_are_of_the_committed_run_and_small(figures: ModuleType) -> None:
+    pytest.importorskip("matplotlib")
+    paths = sorted(figures.IMAGES.glob("h200-*.png"))
+    assert {path.stem for path in paths} == set(figures.pictures())
+    for path in paths:
+        data = path.read_bytes()
+        assert len(data) < 120_000, path.name
+        assert png_comment(data) == figures.note(), f"make figures would write another {path.name}"
+    for path in (ROOT / "docs" / "images").iterdir():
+        assert path.stat().st_size < 120_000, path.name
+        assert any(f"images/{path.name}" in page.read_text(encoding="utf-8") for page in PAGES), (
+            f"nothing shows {path.name}"
+        )
+
+
+def grid_ratios() -> dict[tuple[str, str], list[float]]:
+    """Peer over ours of the committed run's grid, from the times themselves."""
+    ratios: dict[tuple[str, str], list[float]] = {}
+    for row in json.loads((RESULTS / "h200.json").read_text(encoding="utf-8"))["rows"]:
+        times = {name: s["time_us"]["median"] for name, s in row["sides"].items() if s["status"] == "ok"}
+        if row["preset"] == "grid" and row["in_grid"] and "ours" in times:
+            for name in times.keys() - {"ours"}:
+                ratios.setdefault((row["kv"], name), []).append(times[name] / times["ours"])
+    return ratios
+
+
+def test_the_readmes_headline_is_of_the_times_themselves() -> None:
+    rows = {(row[0], row[1].split()[0]): row[2:] for row in table(README, "KV")}
+    ratios = grid_ratios()
+    assert rows.keys() == ratios.keys()
+    for key, values in ratios.items():
+        # Rounded as the report's own summary is, and then for the page.
+        mean = round(math.exp(sum(map(math.log, values)) / len(values)), 4)
+        spread = f"{round(min(values), 4):.2f} to {round(max(values), 4):.2f}"
+        losing = sum(value < 1 for value in values)
+        assert rows[key] == [f"{mean:.2f}", spread, f"{losing} of {len(values)}"], key
+
+
+def test_the_benchmark_page_keeps_every_row_and_marks_the_losing_ones() -> None:
+    run = json.loads((RESULTS / "h200.json").read_text(encoding="utf-8"))
+    shown = [rows[1:] for rows in tables(ROOT / "docs" / "benchmarks.md") if "floor" in rows[0]]
+    presets = list(dict.fromkeys(row["preset"] for row in run["rows"]))
+    assert [len(rows) for rows in shown] == [sum(r["preset"] == preset for r in run["rows"]) for preset in presets]
+    bold = sum(bool(re.search(r"\*\*[01]\.\d+\*\*", cell)) for rows in shown for row in rows for cell in row)
+    losing = 0
+    for row in run["rows"]:
+        times = {name: s["time_us"]["median"] for name, s in row["sides"].items() if s["status"] == "ok"}
+        if row["best"]:
+            losing += sum(time / times[row["best"]] < 1 for time in times.values())
+    assert bold == losing
+
+
+def test_without_nvfp4_on_cuda_no_page_claims_it(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures, "SERVED_FORMATS", (KVFormat.BF16, KVFormat.FP16, KVFormat.FP8))
+    gpu = [line for line in figures.devices().splitlines() if "NVIDIA" in line]
+    assert gpu and all("NVFP4" not in line.split("|")[2] for line in gpu) and "but those of NVFP4" in gpu[0]
+    assert [line.split("|")[5].strip() for line in figures.dtypes().splitlines()[2:5]] == ["CPU"] * 3
+    assert figures.unserved().startswith("- NVFP4 KV on CUDA tensors") and "CPU only so far" in figures.flashinfer()
+    monkeypatch.setattr(figures, "SERVED_FORMATS", tuple(KVFormat))
+    assert "but those" not in figures.devices() and "NVFP4" not in figures.unserved()
+    assert "CPU only" not in figures.flashinfer() and "NotImplementedError" not in figures.dtypes()
+
+
+def later_run(run: dict[str, Any]) -> dict[str, Any]:
+    """A run that also has NVFP4, a step, errors and what was left out, made of the committed one."""
+    from msa_ops.bench import goals
+
+    rows = [row for row in run["rows"] if row["kv"] == "bf16" and row["best"]]
+    for kv in ("nvfp4-planar", "nvfp4-tiled"):
+        for row in rows[:]:
+            if row["kv"] == "bf16":
+                time = {**row["sides"]["ours"]["time_us"], "median": row["sides"]["ours"]["time_us"]["median"] / 3}
+                ours = {"ours": {"status": "ok", "error": 0.002, "time_us": time}}
+                rows.append({**row, "kv": kv, "sides": ours, "peer_goal": None, "floor_us": row["floor_us"] * 72 / 256})
+    for part in ("score", "step"):
+        sides = {"ours": rows[0]["sides"]["ours"], "flashinfer": {"status": "refused", "reason": "no route"}}
+        changes = {
+            "preset": "step",
+            "label": part,
+            "context": 1 << 20,
+            "page_uses": 1.8,
+            "sides": sides,
+            "in_grid": False,
+        }
+        rows.append({**rows[0], **changes, "speed_goal": None, "peer_goal": None})
+    shape = {"kv": "fp8", "heads": "64/4", "batch": 1, "seqlen_q": 1, "side": "ours"}
+    accuracy = [{**shape, "q_scale": scale, "status": "ok", "rms": 1.25, "max": 1.5} for scale in (1.0, 6.0)]
+    return {**run, "rows": rows, "accuracy": accuracy, "summary": goals.summarise(rows), "not_measured": ["grid fp8"]}
+
+
+def test_a_later_run_with_more_in_it_is_shown(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    run = later_run(json.loads((RESULTS / "h200.json").read_text(encoding="utf-8")))
+    for name in ("cpu.json", "accuracy-cpu.json"):
+        (tmp_path / name).write_bytes((RESULTS / name).read_bytes())
+    (tmp_path / "h200.json").write_text(json.dumps(run), encoding="utf-8")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert "NVFP4 is 3.00 to 3.00 times as fast as our bf16" in figures.headline()
+    assert "NVFP4 planar over tiled: 1.000 to 1.000, limit held" in figures.verdicts()
+    assert "not measured: grid fp8" in figures.verdicts()
+    text = figures.tables()
+    assert "### A decode step with its indexer" in text and "images/h200-step.png" in text
+    assert "| context | part |" in text and "Requests share pages" in text and "bf16 B 1 1M: 1.8 times" in text
+    assert "| H200 | msa_ops | fp8 | 1.250 | 1.500 | 1.250 | 1.500 |" in figures.accuracy()
+    assert "not been recorded" not in figures.accuracy()
+    kinds = {row["kv"] for row in figures.explain_table()["rows"]}
+    assert kinds == {"bf16", "nvfp4"}
+    if importlib.util.find_spec("matplotlib"):
+        assert "h200-step" in figures.pictures()
+
+
+def test_the_check_says_what_differs_and_writes_nothing(
+    figures: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("typer")
+    monkeypatch.setattr("sys.argv", ["figures.py", "--check"])
+    assert figures.main() == 0 and capsys.readouterr().out == ""
+    for name in ("cpu.json", "accuracy-cpu.json", "h200.json"):
+        text = (RESULTS / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_text(text.replace('"driver": "', '"driver": "9'), encoding="utf-8")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    before = README.read_bytes()
+    assert figures.main() == 1 and README.read_bytes() == before
+    assert set(capsys.readouterr().out.splitlines()) == {
+        "differs: README.md", "differs: docs/benchmarks.md", "differs: src/msa_ops/cli/data/h200.json",
+    }  # fmt: skip
 
 
 # --- tables that restate results ---------------------------------------------------------------------------------------

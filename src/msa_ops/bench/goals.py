@@ -25,6 +25,10 @@ NOISE = 0.02
 NVFP4_OVER_BF16 = 2.8
 NVFP4_FROM_ITEMS = 256
 """NVFP4 is compared with bf16 from so many (token, KV head) items on."""
+NVFP4_LAYOUT_LIMIT = 1.05
+"""The slower NVFP4 scale layout over the faster, at every shape."""
+STREAM_SHARE = {"nvfp4-planar": 0.88, "nvfp4-tiled": 0.88}
+"""Share of the read ceiling that a stream must reach, where it is not 0.95."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def goal_ceiling(card: str, measured: float) -> float:
 
 def speed_goal(kv: str, nbytes: float, time_us: float, ceiling: float) -> dict[str, Any]:
     """Bars of one shape in microseconds and whether `time_us` meets them: ``aim``, ``must`` or ``miss``."""
-    stream = nbytes / ((0.88 if kv.startswith("nvfp4") else 0.95) * ceiling) * 1e6
+    stream = nbytes / (STREAM_SHARE.get(kv, 0.95) * ceiling) * 1e6
     must, aim = stream + MUST_OVERHEAD_US, stream + AIM_OVERHEAD_US
     met = "aim" if time_us <= aim else "must" if time_us <= must else "miss"
     return {"must_us": round(must, 3), "aim_us": round(aim, 3), "met": met}
@@ -92,10 +96,39 @@ def nvfp4_ratios(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
+def nvfp4_layouts(rows: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Planar time over tiled time at the grid's shapes where both were timed in this run."""
+    times: dict[tuple[Any, ...], dict[str, float]] = {}
+    for row in rows:
+        if row["preset"] == "grid" and row["kv"].startswith("nvfp4") and (mine := _ours(row)):
+            times.setdefault(_key(row), {})[row["kv"]] = mine
+    found = []
+    for (batch, heads, seqlen_q, *_), pair in times.items():
+        if len(pair) == 2:
+            ratio = pair["nvfp4-planar"] / pair["nvfp4-tiled"]
+            met = max(ratio, 1 / ratio) <= NVFP4_LAYOUT_LIMIT
+            found.append({"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "ratio": round(ratio, 4), "met": met})
+    return found
+
+
+def step_ratios(rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """The whole step of every other side over ours, with ours in three calls among them."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        if row["preset"] == "step" and row["label"] == "step" and (mine := _ours(row)):
+            for name in row["sides"]:
+                if name != row["best"] and (theirs := _time(row, name)):
+                    ratios.setdefault(f"{row['kv']} {name}", []).append(theirs / mine)
+    return {name: _spread(values) for name, values in ratios.items()}
+
+
 def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """Geometric means and the count of bars held, over the shapes of the grid proper."""
     grid = [r for r in rows if r["preset"] == "grid" and r["in_grid"]]
-    summary: dict[str, Any] = {"speed": {}, "peers": {}, "nvfp4_over_bf16": nvfp4_ratios(rows), "work": {}}
+    summary: dict[str, Any] = {
+        "speed": {}, "peers": {}, "nvfp4_over_bf16": nvfp4_ratios(rows), "nvfp4_layouts": nvfp4_layouts(rows),
+        "work": {}, "step": step_ratios(rows),
+    }  # fmt: skip
     for kv in dict.fromkeys(r["kv"] for r in grid):
         mine = [r for r in grid if r["kv"] == kv and r["speed_goal"]]
         met = [r["speed_goal"]["met"] for r in mine]
@@ -119,12 +152,16 @@ def summarise(rows: list[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def _against(kv: str, peer: str, ratios: list[float], rows: list[dict[str, Any]]) -> dict[str, Any]:
-    mean = geometric_mean(ratios)
-    result: dict[str, Any] = {
-        "shapes": len(ratios), "geomean": round(mean, 4), "min": round(min(ratios), 4), "max": round(max(ratios), 4),
-        "losing": sum(r < 1 for r in ratios),
+def _spread(ratios: list[float]) -> dict[str, Any]:
+    """Of the times of another side over ours."""
+    return {
+        "shapes": len(ratios), "geomean": round(geometric_mean(ratios), 4), "min": round(min(ratios), 4),
+        "max": round(max(ratios), 4), "losing": sum(r < 1 for r in ratios),
     }  # fmt: skip
+
+
+def _against(kv: str, peer: str, ratios: list[float], rows: list[dict[str, Any]]) -> dict[str, Any]:
+    mean, result = geometric_mean(ratios), _spread(ratios)
     goal = PEER_GOALS.get(kv)
     if goal and goal.peer == peer:
         points = [r["peer_goal"]["met"] for r in rows if r["peer_goal"]]

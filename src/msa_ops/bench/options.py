@@ -8,9 +8,10 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from ..contract import BLOCK_SIZE
 from .inputs import KV_KINDS
 from .peers import PEERS
-from .presets import PRESETS, TP_SIZES, Axes, split_heads
+from .presets import BY_CONTEXT, PRESETS, TP_SIZES, Axes, split_heads
 
 _NVFP4 = tuple(kv for kv in KV_KINDS if kv.startswith("nvfp4"))
 
@@ -33,6 +34,8 @@ class Options:
     json: str | None = None
     markdown: str | None = None
     commit: str | None = None
+    versions: tuple[tuple[str, str], ...] = ()
+    """Peers' versions as they were given, for those that say none themselves."""
 
 
 def parse(argv: list[str] | None = None) -> Options:
@@ -67,7 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch", help="comma-separated; default: the preset's")
     add("--heads", help="comma-separated QUERY/KV pairs; default: the preset's")
     add("--seqlen-q", help="comma-separated; default: the preset's")
-    add("--context", help="keys per request, such as 32K; several for preset model; default: 32K (512 with --smoke)")
+    add(
+        "--context",
+        help="keys per request, such as 32K; several for presets model and step; default: 32K (512 with --smoke)",
+    )
     add("--tp", help="tensor-parallel sizes of preset model, comma-separated; default: 1,2,4,8")
     add("--topk", type=int, default=16)
     add("--overlap", action="store_true", help="tokens of a request share 12 to 15 of 16 blocks (always so in spec)")
@@ -90,6 +96,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", metavar="FILE")
     add("--markdown", metavar="FILE")
     add("--commit", help="recorded in the JSON where the source is no git checkout")
+    add(
+        "--peer-version", action="append", metavar="PEER=VERSION",
+        help="recorded for a peer that is importable and does not say its version",
+    )  # fmt: skip
     return p
 
 
@@ -108,6 +118,7 @@ def _options(given: argparse.Namespace) -> Options:
     return Options(
         presets, _axes(given, presets), peers, sweep, given.device, smoke, replays, calls, given.time_budget,
         given.seed, 0 if smoke else given.workers, given.json, given.markdown, given.commit,
+        _versions(given.peer_version or []),
     )  # fmt: skip
 
 
@@ -127,7 +138,7 @@ def _axes(given: argparse.Namespace, presets: tuple[str, ...]) -> Axes:
     heads = tuple(given.heads.split(",")) if given.heads else None
     for pair in heads or ():
         split_heads(pair)
-    contexts, tps = parse_sizes("--context", given.context), _numbers("--tp", given.tp)
+    contexts, tps = parse_sizes("--context", given.context), numbers("--tp", given.tp)
     if heads and presets == ("model",):
         raise ValueError("--heads is not for preset model, whose heads follow from --tp")
     if tps and "model" not in presets:
@@ -135,13 +146,17 @@ def _axes(given: argparse.Namespace, presets: tuple[str, ...]) -> Axes:
     for tp in tps or ():
         if tp not in TP_SIZES:
             raise ValueError(f"--tp takes {', '.join(map(str, TP_SIZES))}, got {tp}")
-    if contexts and len(contexts) > 1 and presets != ("model",):
-        raise ValueError(f"--context takes one length, several for preset model alone, got {given.context!r}")
+    if contexts and len(contexts) > 1 and not set(presets) <= set(BY_CONTEXT):
+        raise ValueError(
+            f"--context takes one length, several for presets {' and '.join(BY_CONTEXT)} alone, got {given.context!r}"
+        )
+    if "step" in presets:
+        _check_step(contexts, numbers("--seqlen-q", given.seqlen_q))
     return Axes(
         kvs=_kvs(given.kv),
-        batches=_numbers("--batch", given.batch) or ((1, 3) if smoke else None),
+        batches=numbers("--batch", given.batch) or ((1, 3) if smoke else None),
         heads=heads or (("4/2", "4/1") if smoke else None),
-        seqlens_q=_numbers("--seqlen-q", given.seqlen_q),
+        seqlens_q=numbers("--seqlen-q", given.seqlen_q),
         context=contexts[0] if contexts else 512 if smoke else 32768,
         topk=given.topk,
         overlap=given.overlap,
@@ -149,6 +164,25 @@ def _axes(given: argparse.Namespace, presets: tuple[str, ...]) -> Axes:
         contexts=contexts or ((512, 1024) if smoke else None),
         tps=tps,
     )
+
+
+def _check_step(contexts: tuple[int, ...] | None, seqlens_q: tuple[int, ...] | None) -> None:
+    """In preset step all tokens of a request see the same blocks, so that every side is given the same selection."""
+    for context in contexts or ():
+        if context % BLOCK_SIZE:
+            raise ValueError(f"--context must be a multiple of {BLOCK_SIZE} in preset step, got {context}")
+    if seqlens_q and max(seqlens_q) > BLOCK_SIZE:
+        raise ValueError(f"--seqlen-q must be at most {BLOCK_SIZE} in preset step, got {max(seqlens_q)}")
+
+
+def _versions(texts: list[str]) -> tuple[tuple[str, str], ...]:
+    found = []
+    for text in texts:
+        name, equals, version = text.partition("=")
+        if name not in PEERS or not (equals and version):
+            raise ValueError(f"--peer-version takes PEER=VERSION with a peer of {', '.join(PEERS)}, got {text!r}")
+        found.append((name, version))
+    return tuple(found)
 
 
 def _kvs(text: str | None) -> tuple[str, ...]:
@@ -162,7 +196,8 @@ def _kvs(text: str | None) -> tuple[str, ...]:
     return tuple(dict.fromkeys(kvs))
 
 
-def _numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
+    """Positive numbers separated by commas. Raises `ValueError`, naming the option."""
     if text is None:
         return None
     if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):

@@ -17,9 +17,11 @@ from typing import Any
 import torch
 
 from ..contract import BLOCK_SIZE, HEAD_DIM
-from .inputs import Call
+from .inputs import Call, Pool
 
 PEERS = ("flashinfer", "vllm", "sdpa")
+UNKNOWN = "unknown"
+"""The version of what says none."""
 
 
 class Refused(Exception):
@@ -67,27 +69,33 @@ def ours(environment: dict[str, str | None] | None = None) -> Side:
     from .. import msa_sparse_decode_attention
 
     def run(call: Call) -> None:
-        _decode(msa_sparse_decode_attention, call)
+        decode_with(msa_sparse_decode_attention, call, call.q2k_indices)
 
     variables = environment or {}
     label = ",".join(f"{n}={'unset' if v is None else v}" for n, v in variables.items())
-    return Side(f"ours[{label}]" if label else "ours", run, _version("msa-ops"), variables)
+    version = _version("msa-ops")
+    name = f"ours[{label}]" if label else "ours"
+    return Side(name, run, "from source" if version == UNKNOWN else version, variables)
 
 
-def _decode(decode: Callable[..., object], call: Call) -> None:
-    """Run a call through a function with flashinfer's signature, passing the scales that the pool has."""
+def scales_of(pool: Pool) -> dict[str, Any]:
+    """The scale arguments of a call on `pool`: those that it has."""
     names = ("k_scale", "v_scale", "k_global_scale", "v_global_scale")
-    scales: dict[str, Any] = {name: s for name in names if (s := getattr(call.pool, name)) is not None}
+    return {name: value for name in names if (value := getattr(pool, name)) is not None}
+
+
+def decode_with(decode: Callable[..., object], call: Call, ids: torch.Tensor) -> None:
+    """Run a call with the selection `ids` through a function with flashinfer's signature."""
     decode(
         call.q,
         call.pool.k,
         call.pool.v,
-        call.q2k_indices,
+        ids,
         page_table=call.page_table,
         seqused_k=call.seqused_k,
         seqlen_q=call.shape.seqlen_q,
         out=call.out,
-        **scales,
+        **scales_of(call.pool),
     )
 
 
@@ -109,7 +117,7 @@ def _version(distribution: str) -> str:
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
-        return "unknown"
+        return UNKNOWN
 
 
 def _flashinfer() -> Side:
@@ -117,7 +125,7 @@ def _flashinfer() -> Side:
     decode = importlib.import_module("flashinfer.msa_ops").msa_sparse_decode_attention
 
     def run(call: Call) -> None:
-        _decode(decode, call)
+        decode_with(decode, call, call.q2k_indices)
 
     return Side("flashinfer", run, _version("flashinfer-python"))
 

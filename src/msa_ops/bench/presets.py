@@ -10,7 +10,7 @@ from ..contract import BLOCK_SIZE
 from .goals import NOISE, ONE_LONG_LIMIT, RAGGED_LIMIT, SEPARATE_LIMIT
 from .inputs import Call, Shape
 
-PRESETS = ("grid", "ragged", "spec", "model", "accuracy", "host")
+PRESETS = ("grid", "ragged", "spec", "step", "model", "accuracy", "host")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 HEADS = ("64/4", "16/1")
 EXTRA_HEADS = ("32/2", "8/1")
@@ -21,6 +21,11 @@ MODEL_HEADS = (64, 4)
 TP_SIZES = (1, 2, 4, 8)
 MODEL_CONTEXTS = (8192, 32768, 131072, 524288, 1048576)
 MODEL_BATCHES = (1, 32)
+# A decode step with its indexer: what is read grows with the context.
+STEP_CONTEXTS = (8192, 131072, 1048576)
+STEP_BATCHES = (1, 16, 64)
+BY_CONTEXT = ("model", "step")
+"""Presets whose rows differ in their context, of which they take several."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +73,7 @@ def jobs_of(preset: str, axes: Axes, seed: int) -> list[Job]:
     """The rows of one preset, those of one (heads, KV format) together, since they share a pool."""
     if preset == "model":
         return list(_model(axes))
-    makers = {"grid": _grid, "ragged": _ragged, "spec": _spec, "accuracy": _accuracy}
+    makers = {"grid": _grid, "ragged": _ragged, "spec": _spec, "step": _step, "accuracy": _accuracy}
     heads = axes.heads or (HEADS + EXTRA_HEADS if axes.extra else HEADS)
     if preset not in ("grid",) and axes.heads is None:
         heads = HEADS[:1] if not axes.extra else HEADS
@@ -133,6 +138,15 @@ def separate_requests(call: Call) -> Call:
         page_table=call.page_table.repeat_interleave(n, 0),
         seqused_k=call.seqused_k.new_tensor(lengths),
     )
+
+
+def _step(base: Shape, axes: Axes, _: int) -> Iterator[Job]:
+    """One job a shape; measuring it gives a row for each part of the step."""
+    for batch in axes.batches or STEP_BATCHES:
+        for context in axes.contexts or STEP_CONTEXTS:
+            for seqlen_q in axes.seqlens_q or (1,):
+                shape = replace(base, batch=batch, context=context, seqlen_q=seqlen_q, overlap=False)
+                yield Job("step", shape, in_grid=False)
 
 
 def _accuracy(base: Shape, axes: Axes, _: int) -> Iterator[Job]:

@@ -68,6 +68,24 @@ def ours_of(row: Mapping[str, Any]) -> float | None:
     return median_of(row, row["best"])
 
 
+def select(report: dict[str, Any], **wanted: Sequence[Any] | None) -> dict[str, Any]:
+    """The report with the rows whose fields are among those wanted: ``select(report, kv=("fp8",), seqlen_q=(1,))``.
+
+    `None` wants all. Raises `ValueError`, naming the field, where no row is left; host figures are left out.
+    """
+    rows = report["rows"]
+    for name, values in wanted.items():
+        if values is not None:
+            there = list(dict.fromkeys(row[name] for row in rows))
+            rows = [row for row in rows if row[name] in values]
+            if not rows:
+                option = name.replace("_", "-")
+                raise ValueError(
+                    f"--{option}: the report has {', '.join(map(str, there))}, got {', '.join(map(str, values))}"
+                )
+    return {**report, "rows": rows, "host": {} if any(v is not None for v in wanted.values()) else report["host"]}
+
+
 def side_by_side(reports: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """One report of several: the first one's rows, with our times of the others as sides named as the keys are.
 

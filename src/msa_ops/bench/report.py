@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import pathlib
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from .presets import Job
+from .presets import BY_CONTEXT, Job
 
 
 def first_line(error: BaseException) -> str:
@@ -20,7 +21,7 @@ def first_line(error: BaseException) -> str:
 def describe(job: Job) -> str:
     s = job.shape
     parts = [s.kv, s.heads, f"seqlen_q {s.seqlen_q}", f"B {s.batch}", "overlapping" if s.overlap else "", job.label]
-    if job.layers:
+    if job.preset in BY_CONTEXT:
         parts.append(f"context {size(s.context)}")
     return " ".join(p for p in parts if p)
 
@@ -36,9 +37,9 @@ def size(tokens: int) -> str:
 def progress_line(row: dict[str, Any]) -> str:
     """One row on one line: our time and the others', the floor, the share of it, the ratios and the bars."""
     where = f"{row['kv']:12} {row['heads']:>5} sq {row['seqlen_q']} B {row['batch']:>3}"
-    if row["layers"]:
+    if row["preset"] in BY_CONTEXT:
         where += f" context {size(row['context']):>4}"
-    head = f"{row['preset']:6} {row['label']:8} {where}"
+    head = f"{row['preset']:6} {row['label']:{12 if row['preset'] == 'step' else 8}} {where}"
     words = [f"{head} | floor {row['floor_us']:7.2f}"]
     best = row["best"]
     mine = row["sides"][best]["time_us"]["median"] if best else None
@@ -76,7 +77,7 @@ def accuracy_line(row: dict[str, Any]) -> str:
 
 def host_words(side: dict[str, Any]) -> str:
     if side["status"] != "ok":
-        return f"{side['status']} ({side['reason'][:60]})"
+        return f"{side['status']} ({textwrap.shorten(side['reason'], 80, placeholder=' ...')})"
     return f"{side['host_us']['median']:.1f} us, {side['allocations_per_call']} allocations"
 
 
@@ -96,10 +97,7 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         untimed = s["shapes"] - s["timed"]
         lines.append(text + (f"; {untimed} not timed" if untimed else ""))
     for name, p in summary["peers"].items():
-        spread = f"geometric mean of {p['shapes']}, {p['min']:.3f} to {p['max']:.3f}"
-        text = f"{name}: {p['geomean']:.3f} times our time ({spread})"
-        if p["losing"]:
-            text += f", losing at {p['losing']}"
+        text = f"{name}: {_spread(p)}"
         if "must" in p:
             text += f"; must {p['must']}, aim {p['aim']}: {p['met'].upper()}"
             text += f"; bar held at {p['points_met']} of {p['points']} shapes"
@@ -109,9 +107,20 @@ def summary_lines(report: dict[str, Any]) -> list[str]:
         held = sum(r["met"] for r in ratios)
         least = min(r["ratio"] for r in ratios)
         lines.append(f"NVFP4 over our bf16: {least:.2f} at least, bar held at {held} of {len(ratios)}")
+    layouts = summary.get("nvfp4_layouts")
+    if layouts:
+        held = sum(r["met"] for r in layouts)
+        low, high = min(r["ratio"] for r in layouts), max(r["ratio"] for r in layouts)
+        lines.append(f"NVFP4 planar over tiled: {low:.3f} to {high:.3f}, limit held at {held} of {len(layouts)}")
     for preset, w in summary["work"].items():
         lines.append(f"{preset}: limit held at {w['met']} of {w['rows']}, worst ratio {w['worst_ratio']:.3f}")
+    lines += [f"step {name}: {_spread(p)}" for name, p in summary.get("step", {}).items()]
     return lines
+
+
+def _spread(p: dict[str, Any]) -> str:
+    text = f"{p['geomean']:.3f} times our time (geometric mean of {p['shapes']}, {p['min']:.3f} to {p['max']:.3f})"
+    return text + (f", losing at {p['losing']}" if p["losing"] else "")
 
 
 def markdown(report: dict[str, Any], pictures: Sequence[pathlib.Path] = ()) -> str:
@@ -142,32 +151,81 @@ def markdown(report: dict[str, Any], pictures: Sequence[pathlib.Path] = ()) -> s
     for picture in pictures:
         lines += ["", f"![{picture.stem}]({picture.name})"]
     for preset in dict.fromkeys(row["preset"] for row in report["rows"]):
-        lines += ["", f"## {preset}", "", *_table([r for r in report["rows"] if r["preset"] == preset])]
+        lines += ["", f"## {preset}", "", *table([r for r in report["rows"] if r["preset"] == preset])]
     if report["accuracy"]:
-        lines += ["", "## accuracy", "", *_accuracy_table(report["accuracy"])]
+        lines += ["", "## accuracy", "", *accuracy_table(report["accuracy"])]
     if report["host"]:
-        lines += ["", "## host", "", *_host_lines(report["host"])]
+        lines += ["", "## host", "", *host_lines(report["host"])]
     if report["not_measured"]:
         lines += ["", "## not measured", "", *[f"- {text}" for text in report["not_measured"]]]
     return "\n".join(lines) + "\n"
 
 
-def _table(rows: list[dict[str, Any]]) -> list[str]:
+def key_columns(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[dict[str, Any]], str]]:
+    """The columns that say which shape a row is, by their headings."""
+    columns: dict[str, Callable[[dict[str, Any]], str]] = {
+        "KV": lambda row: str(row["kv"]),
+        "heads": lambda row: str(row["heads"]),
+        "seqlen_q": lambda row: str(row["seqlen_q"]),
+        "B": lambda row: str(row["batch"]),
+    }
+    if is_model(rows):
+        columns["TP"] = lambda row: str(row["tp"])
+    if any(row["preset"] in BY_CONTEXT for row in rows):
+        columns["context"] = lambda row: size(row["context"])
+    if any(row["preset"] == "step" for row in rows):
+        columns["part"] = lambda row: str(row["label"])
+    elif any(row["label"] for row in rows) and not is_model(rows):
+        columns["lengths"] = lambda row: str(row["label"])
+    return columns
+
+
+def is_model(rows: Sequence[dict[str, Any]]) -> bool:
+    """Whether a row is one of the layers of a model's step."""
+    return any(row.get("layers") for row in rows)
+
+
+def share_of(row: dict[str, Any]) -> str:
+    """Floor over our time."""
+    best = row["best"]
+    return f"{100 * row['floor_us'] / row['sides'][best]['time_us']['median']:.0f}%" if best else ""
+
+
+def last_column(rows: Sequence[dict[str, Any]]) -> str:
+    """What a row says at its end: the time of a step, its bars, or, of parts of a step, nothing."""
+    return "ms a step" if is_model(rows) else "bars" if rows[0]["preset"] in ("grid", "ragged", "spec") else ""
+
+
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The rows of one preset as lines of markdown, with reasons below for what was not timed."""
     labels = list(dict.fromkeys(label for row in rows for label in row["sides"]))
-    named = any(row["label"] for row in rows)
-    model = any(row.get("layers") for row in rows)
-    name = ["TP", "context"] if model else ["lengths"] if named else []
-    head = ["KV", "heads", "seqlen_q", "B", *name, "floor", *labels, "ms a step" if model else "bars"]
+    keys, last = key_columns(rows), last_column(rows)
+    head = [*keys, "floor", *labels, "share", *filter(None, [last])]
     lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     notes: dict[str, int] = {}
     for row in rows:
-        cells = [row["kv"], row["heads"], str(row["seqlen_q"]), str(row["batch"])]
-        cells += [str(row["tp"]), size(row["context"])] if model else [row["label"]] if named else []
+        cells = [word(row) for word in keys.values()]
         cells.append(f"{row['floor_us']:.2f}")
         cells += [_cell(row, label, notes) for label in labels]
-        last = (f"{row['step_us'] / 1e3:.3f}" if row["step_us"] else "") if model else _bars(row)
-        lines.append("| " + " | ".join([*cells, last]) + " |")
-    return lines + [f"{'' if i else chr(10)}[{n}] {reason}" for i, (reason, n) in enumerate(notes.items())]
+        cells.append(share_of(row))
+        if last:
+            cells.append(_bars(row) if last == "bars" else f"{row['step_us'] / 1e3:.3f}" if row["step_us"] else "")
+        lines.append("| " + " | ".join(cells) + " |")
+    reasons = [f"[{n}] {reason}" for reason, n in notes.items()]
+    if shared := sharing(rows):
+        reasons.append(shared)
+    for reason in reasons:
+        lines += ["", reason]
+    return lines
+
+
+def sharing(rows: Sequence[dict[str, Any]]) -> str:
+    """Which rows had more pages in their tables than the memory holds, in words, or nothing."""
+    uses = {(row["kv"], row["batch"], size(row["context"])): row.get("page_uses", 1.0) for row in rows}
+    shared = [f"{kv} B {b} {context}: {n:g} times" for (kv, b, context), n in uses.items() if n > 1]
+    if not shared:
+        return ""
+    return "Requests share pages, for which the card's memory is too small otherwise, in the mean: " + "; ".join(shared)
 
 
 def _cell(row: dict[str, Any], label: str, notes: dict[str, int]) -> str:
@@ -196,19 +254,26 @@ def _bars(row: dict[str, Any]) -> str:
     return ", ".join(marks)
 
 
-def _accuracy_table(rows: list[dict[str, Any]]) -> list[str]:
+def accuracy_cells(r: dict[str, Any]) -> list[str]:
+    """One side's errors as words, below `ACCURACY_HEAD`."""
+    figures = [f"{r['rms']:.3f}", f"{r['max']:.3f}"] if r["status"] == "ok" else [r["status"], r["reason"][:120]]
+    return [*(str(r[k]) for k in ("kv", "heads", "batch", "seqlen_q", "q_scale", "side")), *figures]
+
+
+ACCURACY_HEAD = ("KV", "heads", "B", "seqlen_q", "q scale", "side", "rms", "max")
+
+
+def accuracy_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Lines of markdown."""
     lines = [
         "Error against float64, as a multiple of that of the exact result rounded once.", "",
-        "| KV | heads | B | seqlen_q | q scale | side | rms | max |", "|---|---|---|---|---|---|---|---|",
+        "| " + " | ".join(ACCURACY_HEAD) + " |", "|" + "---|" * len(ACCURACY_HEAD),
     ]  # fmt: skip
-    for r in rows:
-        figures = [f"{r['rms']:.3f}", f"{r['max']:.3f}"] if r["status"] == "ok" else [r["status"], r["reason"][:120]]
-        keys = ("kv", "heads", "batch", "seqlen_q", "q_scale", "side")
-        lines.append("| " + " | ".join([*(str(r[k]) for k in keys), *figures]) + " |")
-    return lines
+    return lines + ["| " + " | ".join(accuracy_cells(r)) + " |" for r in rows]
 
 
-def _host_lines(measured: dict[str, Any]) -> list[str]:
+def host_lines(measured: dict[str, Any]) -> list[str]:
+    """Host costs as items of markdown."""
     lines = []
     for kv, sides in measured.get("eager", {}).items():
         lines += [f"- eager call, {kv}: " + ", ".join(f"{n} {host_words(s)}" for n, s in sides.items())]

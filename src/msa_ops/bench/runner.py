@@ -6,7 +6,7 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,15 +17,16 @@ from .exact import error_against_rounding, exact_output, relative_error
 from .inputs import Call, Pool, Shape, make_calls, make_pool
 from .measure import Bench, Prepared
 from .options import Options
-from .peers import Absent, Refused, Side, load_peers, ours
+from .peers import UNKNOWN, Absent, Refused, Side, load_peers, ours
 from .presets import Job, jobs_of, separate_requests
 from .report import accuracy_line, describe, first_line, host_words, progress_line
+from .step import StepRunner
 
 WRONG_ABOVE = 0.01
 """Row error (2-norm) that makes a side wrong: about five roundings to bf16; one dropped key of 2,048 gives 0.013."""
 _SAMPLED_TOKENS = 24
-_GRAPH_TARGET_US = 400.0
-_POOL_BYTES = 2 << 30
+GRAPH_TARGET_US = 400.0
+POOL_BYTES = 2 << 30
 _CHECKPOINT_S = 15.0
 
 
@@ -68,13 +69,19 @@ class Runner:
         self.generator = torch.Generator(self.device).manual_seed(options.seed)
         self.mine = [ours(env) for env in options.sweep] or [ours()]
         found = list(load_peers(options.peers)) if sides is None else list(sides)
-        self.peers = [s for s in found if isinstance(s, Side)]
+        given = dict(options.versions)
+        self.peers = [
+            replace(s, version=given.get(s.name, s.version)) if s.version == UNKNOWN else s
+            for s in found
+            if isinstance(s, Side)
+        ]
         self.absent = [s for s in found if isinstance(s, Absent)]
         self.rows: list[dict[str, Any]] = []
         self.accuracy: list[dict[str, Any]] = []
         self.host: dict[str, Any] = {}
         self.not_measured: list[str] = []
         self._pool: tuple[tuple[str, int], Pool] | None = None
+        self.steps = StepRunner(self)
         self._slowest = 0.0
         self.checkpoint: Callable[[dict[str, Any]], None] = lambda report: None
         """Called with the report so far every 15 seconds, so that a run that is killed loses little."""
@@ -121,9 +128,10 @@ class Runner:
             if job.preset == "accuracy":
                 self._accuracy(job)
             else:
-                row = self.measure(job)
-                self.rows.append(row)
-                self.say(progress_line(row))
+                rows = self.steps.rows(job, jobs) if job.preset == "step" else [self.measure(job)]
+                self.rows += rows
+                for row in rows:
+                    self.say(progress_line(row))
             now = time.monotonic()
             self._slowest = max(self._slowest, now - begin)
             if now - self._saved > _CHECKPOINT_S:
@@ -161,19 +169,27 @@ class Runner:
         """The pool of this KV format and head count, big enough for every job that shares it."""
         key = (shape.kv, shape.num_kv_heads)
         if self._pool is None or self._pool[0] != key:
-            self._pool = None
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            self.release_pool()
+            self.steps.release_pool()
             shapes = [j.shape for j in jobs if (j.shape.kv, j.shape.num_kv_heads) == key]
             shapes += [j.baseline_shape for j in jobs if j.baseline_shape and (shape.kv, shape.num_kv_heads) == key]
             pages = max(s.used_pages for s in (*shapes, shape))
-            if not self.options.smoke:
-                pages = max(pages, -(-_POOL_BYTES // shape.page_bytes))
-            room = math.floor(min(0.6 * environment.free_bytes(self.device), 2**60) / shape.page_bytes)
-            # A pool smaller than the requests' pages repeats some of them.
-            pages = max(1, min(pages, room))
+            timed = any(j.preset != "accuracy" for j in jobs)
+            if timed and not self.options.smoke:
+                pages = max(pages, -(-POOL_BYTES // shape.page_bytes))
+            pages = self.pages_that_fit(pages, shape.page_bytes)
             self._pool = key, make_pool(shape.kv, pages, shape.num_kv_heads, self.generator)
         return self._pool[1]
+
+    def pages_that_fit(self, pages: int, page_bytes: int) -> int:
+        """`pages`, or as many as the device's memory has room for: a smaller pool repeats some in the page tables."""
+        room = math.floor(min(0.6 * environment.free_bytes(self.device), 2**60) / page_bytes)
+        return max(1, min(pages, room))
+
+    def release_pool(self) -> None:
+        self._pool = None
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def calls(self, shape: Shape, pool: Pool) -> list[Call]:
         """Enough distinct calls for one graph: about 0.4 ms of work, 6 to 24 calls."""
@@ -181,7 +197,7 @@ class Runner:
         if count is None:
             blocks = shape.tokens * shape.num_kv_heads * shape.topk
             estimate = 5 + blocks * 256 * shape.row_bytes / self.ceiling * 1e6
-            count = max(6, min(24, round(_GRAPH_TARGET_US / estimate)))
+            count = max(6, min(24, round(GRAPH_TARGET_US / estimate)))
         return make_calls(shape, pool, count, self.generator)
 
     # --- one row ---
@@ -199,7 +215,9 @@ class Runner:
         sides, ready = self._gate(contestants)
         for label, timing in self.bench.time(ready, self.options.replays).items():
             sides[label]["time_us"] = timing.as_dict()
-        return self._row(job, calls, sides)
+        nbytes = sum(call.unique_bytes for call in calls) / len(calls)
+        row = self.row(job, nbytes, len(calls), sides, pool.pages)
+        return self._judge(row, job, nbytes)
 
     def _gate(self, contestants: Sequence[Contestant]) -> tuple[dict[str, dict[str, Any]], dict[str, Prepared]]:
         """Capture and check each side; only those that are right are handed on to be timed."""
@@ -217,27 +235,39 @@ class Runner:
                 sides[c.label] = result
         return sides, ready
 
-    def _checked(self, c: Contestant, expected: list[tuple[int, Tensor, Tensor]]) -> Checked | dict[str, Any]:
+    def replayed(
+        self, label: str, side: Side, run: Callable[[Any], object], calls: Sequence[Any], poison: Callable[[], None]
+    ) -> Prepared | dict[str, Any]:
+        """Capture `run` on `calls` in the side's environment, poison the results and replay once; or the status and the
+        reason where that cannot be done."""
         try:
-            with c.side.in_environment():
-                prepared = self.bench.prepare(c.side.run, c.calls)
-            for call in c.calls:
-                call.out.fill_(torch.nan)
+            with side.in_environment():
+                prepared = self.bench.prepare(run, calls)
+            poison()
             prepared.replay()
             self.bench.synchronize()
         except Refused as refusal:
             return {"status": "refused", "reason": str(refusal)}
         except Exception as error:
-            self._raise_if_lost(c.label, error)
+            self._raise_if_lost(label, error)
             status = "refused" if isinstance(error, (NotImplementedError, ValueError)) else "error"
             return {"status": status, "reason": f"{type(error).__name__}: {first_line(error)}"}
+        return prepared
+
+    def _checked(self, c: Contestant, expected: list[tuple[int, Tensor, Tensor]]) -> Checked | dict[str, Any]:
+        def poison() -> None:
+            for call in c.calls:
+                call.out.fill_(torch.nan)
+
+        prepared = self.replayed(c.label, c.side, c.side.run, c.calls, poison)
+        if isinstance(prepared, dict):
+            return prepared
         worst = max((relative_error(c.calls[i].out[tokens], exact) for i, tokens, exact in expected), default=0.0)
         unwritten = sum(int(call.out.isnan().sum()) for call in c.calls)
-        if unwritten or not worst <= WRONG_ABOVE:
-            why = f"row error {worst:.3g} over {WRONG_ABOVE}"
-            if unwritten:
-                why = f"{unwritten} elements are NaN or unwritten"
-            return {"status": "wrong", "reason": why}
+        if unwritten:
+            return {"status": "wrong", "reason": f"{unwritten} elements are NaN or unwritten"}
+        if not worst <= WRONG_ABOVE:
+            return {"status": "wrong", "reason": f"row error {worst:.3g} over {WRONG_ABOVE}"}
         return Checked(prepared.replay, prepared.calls, worst)
 
     def _raise_if_lost(self, label: str, error: Exception) -> None:
@@ -261,28 +291,34 @@ class Runner:
             expected.append((i, tokens, exact_output(calls[i], tokens)))
         return expected
 
-    def _row(self, job: Job, calls: Sequence[Call], sides: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def row(
+        self, job: Job, nbytes: float, calls: int, sides: dict[str, dict[str, Any]], pool_pages: int
+    ) -> dict[str, Any]:
+        """A row of `job` as it was measured; nothing is judged yet."""
         s = job.shape
-        nbytes = sum(call.unique_bytes for call in calls) / len(calls)
         times = {label: side["time_us"]["median"] for label, side in sides.items() if side["status"] == "ok"}
         mine = [side.name for side in self.mine if side.name in times]
         best = min(mine, key=lambda label: times[label]) if mine else None
-        floor = nbytes / self.ceiling * 1e6
-        row = {
+        return {
             "preset": job.preset, "label": job.label, "kv": s.kv, "batch": s.batch, "heads": s.heads,
             "num_qo_heads": s.num_qo_heads, "num_kv_heads": s.num_kv_heads, "seqlen_q": s.seqlen_q,
-            "context": s.context, "topk": s.topk, "overlap": s.overlap, "in_grid": job.in_grid, "calls": len(calls),
-            "unique_bytes": round(nbytes),
-            "floor_us": round(floor, 3), "best": best, "sides": sides, "speed_goal": None, "peer_goal": None,
-            "work_goal": None, "tp": job.tp or None, "layers": job.layers or None, "step_us": None,
+            "context": s.context, "topk": s.topk, "overlap": s.overlap, "in_grid": job.in_grid, "calls": calls,
+            "unique_bytes": round(nbytes), "page_uses": round(max(1.0, s.used_pages / pool_pages), 2),
+            "floor_us": round(nbytes / self.ceiling * 1e6, 3), "best": best, "sides": sides, "speed_goal": None,
+            "peer_goal": None, "work_goal": None, "tp": job.tp or None, "layers": job.layers or None, "step_us": None,
         }  # fmt: skip
+
+    def _judge(self, row: dict[str, Any], job: Job, nbytes: float) -> dict[str, Any]:
+        """Add the bars, where we have a time."""
+        best = row["best"]
         if best is None:
             return row
+        times = {label: side["time_us"]["median"] for label, side in row["sides"].items() if side["status"] == "ok"}
         if job.layers:
             row["step_us"] = round(times[best] * job.layers, 3)
         if job.preset == "grid" and self.bench.cuda:  # the goals are a GPU's
-            row["speed_goal"] = goals.speed_goal(s.kv, nbytes, times[best], self.goal_ceiling)
-            row["peer_goal"] = goals.peer_goal(s.kv, times, times[best], nbytes / self.goal_ceiling * 1e6)
+            row["speed_goal"] = goals.speed_goal(row["kv"], nbytes, times[best], self.goal_ceiling)
+            row["peer_goal"] = goals.peer_goal(row["kv"], times, times[best], nbytes / self.goal_ceiling * 1e6)
         other = times.get(f"{best} {job.baseline}")
         if job.baseline and other:
             ratio = times[best] / other

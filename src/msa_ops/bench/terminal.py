@@ -11,9 +11,18 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from . import cpu
+from . import cpu_report
 from .records import Difference, median_of, ours_of
-from .report import host_words, size, summary_lines
+from .report import (
+    ACCURACY_HEAD,
+    accuracy_cells,
+    host_words,
+    key_columns,
+    last_column,
+    share_of,
+    sharing,
+    summary_lines,
+)
 
 Say = Callable[[str], None]
 Step = Callable[[int, int, str], None]
@@ -53,6 +62,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         console.print(_rows_table(report, preset, rows, notes))
         for reason, number in notes.items():
             console.print(f"  [{number}] {reason}", markup=False)
+        if shared := sharing(rows):
+            console.print(shared, markup=False)
+    if report["accuracy"]:
+        console.print(_accuracy_table(report))
     if report["host"]:
         console.print(_host_table(report["host"]))
     for line in summary_lines(report):
@@ -64,21 +77,19 @@ def print_report(report: dict[str, Any], console: Console) -> None:
 
 
 def _rows_table(report: dict[str, Any], preset: str, rows: list[dict[str, Any]], notes: dict[str, int]) -> Table:
-    model, named = any(row.get("layers") for row in rows), any(row["label"] for row in rows)
     labels = list(dict.fromkeys(label for row in rows for label in row["sides"]))
+    keys, last = key_columns(rows), last_column(rows)
     ceiling = f"{report['read_ceiling_bytes_per_s'] / 1e12:.3f} TB/s read ceiling"
     table = Table(title=f"{preset} on {report['card']}, us a call, {ceiling}", title_justify="left", min_width=60)
-    head = ["KV", "heads", "seqlen_q", "B", *(["TP", "context"] if model else ["lengths"] if named else []), "floor"]
-    for name in [*head, *labels, "share", "ms a step" if model else "bars"]:
-        table.add_column(escape(name), justify="left" if name in ("KV", "lengths", "bars") else "right")
+    words = ("KV", "lengths", "part", "bars")
+    for name in [*keys, "floor", *labels, "share", *filter(None, [last])]:
+        table.add_column(escape(name), justify="left" if name in words else "right")
     for row in rows:
-        cells = [row["kv"], row["heads"], str(row["seqlen_q"]), str(row["batch"])]
-        cells += [str(row["tp"]), size(row["context"])] if model else [row["label"]] if named else []
-        cells += [f"{row['floor_us']:.2f}", *(_cell(row, label, notes) for label in labels)]
-        mine = ours_of(row)
-        cells.append(f"{100 * row['floor_us'] / mine:.0f}%" if mine else "")
-        step = row.get("step_us")
-        cells.append((f"{step / 1e3:.3f}" if step else "") if model else _bars(row))
+        cells = [word(row) for word in keys.values()]
+        cells += [f"{row['floor_us']:.2f}", *(_cell(row, label, notes) for label in labels), share_of(row)]
+        if last:
+            step = row.get("step_us")
+            cells.append(_bars(row) if last == "bars" else f"{step / 1e3:.3f}" if step else "")
         table.add_row(*cells)
     return table
 
@@ -112,6 +123,16 @@ def _bars(row: dict[str, Any]) -> str:
     return ", ".join(marks)
 
 
+def _accuracy_table(report: dict[str, Any]) -> Table:
+    title = f"accuracy on {report['card']}: errors against float64, as multiples of those of one rounding"
+    table = Table(title=title, title_justify="left", min_width=60)
+    for name in ACCURACY_HEAD:
+        table.add_column(name, justify="left" if name in ("KV", "side") else "right")
+    for row in report["accuracy"]:
+        table.add_row(*map(escape, accuracy_cells(row)))
+    return table
+
+
 def _host_table(host: dict[str, Any]) -> Table:
     table = Table(title="host", title_justify="left", show_header=False, min_width=60)
     for kv, sides in host.get("eager", {}).items():
@@ -129,7 +150,7 @@ def print_cpu(report: dict[str, Any], console: Console) -> None:
     for name in ("KV", "ours", "SDPA", "ratio", "bar", "peak MiB", "row error"):
         table.add_column(name, justify="left" if name == "KV" else "right")
     for result in report["results"]:
-        table.add_row(*cpu.cells(result, "[bold red]{}[/]"))
+        table.add_row(*cpu_report.cells(result, "[bold red]{}[/]"))
     console.print(table)
 
 

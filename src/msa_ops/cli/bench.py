@@ -40,6 +40,10 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
         Annotated[str | None, typer.Option("--context", help="Context lengths. [8K,32K,128K,512K,1M]")],
         None,
     ),
+    "step_contexts": (
+        Annotated[str | None, typer.Option("--context", help="Context lengths, multiples of 128. [8K,128K,1M]")],
+        None,
+    ),
     "topk": (Annotated[int, typer.Option(help="Blocks each token selects.")], 16),
     "overlap": (
         Annotated[bool, typer.Option("--overlap", help="Tokens of a request share 12 to 15 of 16 blocks.")],
@@ -47,8 +51,29 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     ),
     "extra": (Annotated[bool, typer.Option("--extra", help="More heads and query lengths, outside the goals.")], False),
     "against": (
-        Annotated[str, typer.Option(help="Peers, of flashinfer, vllm and sdpa, or none.")],
-        "flashinfer,vllm",
+        Annotated[
+            str | None,
+            typer.Option(help="Peers, of flashinfer, vllm and sdpa, or none. [flashinfer,vllm; in a sweep none]"),
+        ],
+        None,
+    ),
+    "sweep": (
+        Annotated[
+            list[str] | None,
+            typer.Option(
+                metavar="NAME=V1,V2",
+                help="Measure under each value of an environment variable, in turns; separate values that hold commas by "
+                "semicolons; an empty value unsets the variable; several sweeps give all combinations.",
+            ),
+        ],
+        None,
+    ),
+    "peer_version": (
+        Annotated[
+            list[str] | None,
+            typer.Option(metavar="PEER=VERSION", help="Recorded for a peer that does not say its version."),
+        ],
+        None,
     ),
     "device": (
         Annotated[str, typer.Option(help="auto, cuda, cuda:1 or cpu; auto is the CPU with --smoke alone.")],
@@ -67,13 +92,13 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {
     "plots": (Annotated[bool, typer.Option(help="Draw the pictures.")], True),
 }
 _COMMON = (
-    "kv", "batch", "seqlen_q", "topk", "against", "device", "smoke", "replays", "time_budget", "seed", "workers",
-    "commit", "out", "plots",
+    "kv", "batch", "seqlen_q", "topk", "against", "sweep", "device", "smoke", "replays", "time_budget", "seed",
+    "workers", "peer_version", "commit", "out", "plots",
 )  # fmt: skip
 
 
 def _takes(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Give a command the named options: typer reads them from the signature, and four commands share most of them."""
+    """Give a command the named options: typer reads them from the signature, and the commands share most of them."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         kind = inspect.Parameter.KEYWORD_ONLY
@@ -107,6 +132,20 @@ def spec(**given: Any) -> None:
 
 
 @app.command()
+@_takes("heads", "step_contexts", *_COMMON)
+def step(**given: Any) -> None:
+    """A decode step with its indexer: scoring, selecting, attending, and the whole, at contexts of 8K, 128K and 1M."""
+    _measure("step", "step", given | {"context": given.pop("step_contexts")})
+
+
+@app.command()
+@_takes("heads", "context", "extra", *(name for name in _COMMON if name not in ("replays", "plots")))
+def accuracy(**given: Any) -> None:
+    """Errors against float64 of every side, as multiples of those of one rounding, for flat and peaked attention."""
+    _measure("accuracy", "accuracy", given | {"plots": False})
+
+
+@app.command()
 @_takes("tp", "contexts", "overlap", *_COMMON)
 def model(**given: Any) -> None:
     """Attention of MiniMax-M3's 57 sparse layers in one decode step, at each tensor-parallel size and context."""
@@ -114,7 +153,10 @@ def model(**given: Any) -> None:
 
 
 @app.command()
-@_takes("kv", "context", "against", "device", "smoke", "time_budget", "seed", "commit", "out", "plots")
+@_takes(
+    "kv", "context", "against", "sweep", "device", "smoke", "time_budget", "seed", "peer_version", "commit", "out",
+    "plots",
+)  # fmt: skip
 def host(**given: Any) -> None:
     """Host time of an eager call, of the import, and of the first call with a cold and a warm compile cache."""
     _measure("host", "host", given)
@@ -136,33 +178,31 @@ def cpu(
 ) -> None:
     """The CPU engine against torch's attention on keys that are gathered and widened already."""
     from ..bench import cpu as bench
+    from ..bench import cpu_report
     from ..bench.options import parse_sizes
     from ..bench.presets import split_heads
 
-    chosen = forms.split(",")
     try:
-        if unknown := [form for form in chosen if form not in bench.FORMS]:
-            raise ValueError(f"--forms takes {', '.join(bench.FORMS)}, got {unknown[0]!r}")
         (query, kv), sizes = split_heads(heads), parse_sizes("--context", context)
         if sizes is None or len(sizes) > 1:
             raise ValueError(f"--context takes one length, got {context!r}")
+        given = {"threads": threads, "batch": batch, "heads": query, "kv_heads": kv, "context": sizes[0], "topk": topk}
+        shape = bench.Shape(**(bench.SMOKE if smoke else given | {"rounds": rounds}))
+        chosen = bench.checked(shape, forms.split(","))
         prepare_folder("--out", out)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    values = {"threads": threads, "batch": batch, "heads": query, "kv-heads": kv, "context": sizes[0], "topk": topk}
-    values["rounds"] = rounds
-    arguments = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     draw, terminal = _pictures(plots), _terminal()
     console = terminal.make_console()
     try:
         with terminal.progress(console) as (say, step):
-            report = bench.measure(bench.SMOKE if smoke else arguments, chosen, say, step, commit)
+            report = bench.measure(shape, chosen, say, step, commit)
     except RuntimeError as error:
         raise SystemExit(f"msa-ops bench cpu: {error}") from None
     terminal.print_cpu(report, console)
     pictures = draw(report, out, "cpu")
     _write(console, out / "cpu.json", json.dumps(report, indent=1) + "\n", pictures)
-    (out / "cpu.md").write_text(bench.markdown(report, pictures[::2]), encoding="utf-8")
+    (out / "cpu.md").write_text(cpu_report.markdown(report, pictures[::2]), encoding="utf-8")
     if not (report["bars_held"] or smoke):
         raise typer.Exit(1)
 
@@ -174,9 +214,14 @@ def plot(
     ],
     out: Annotated[Path, typer.Option(help="Folder for the pictures.")] = _OUT,
     name: Annotated[str | None, typer.Option(help="Beginning of the pictures' names. [of the files' names]")] = None,
+    preset: Annotated[str | None, typer.Option(help="Only these presets' rows. [all]")] = None,
+    kv: Annotated[str | None, typer.Option(help="Only these KV formats. [all]")] = None,
+    heads: Annotated[str | None, typer.Option(help="Only these heads. [all]")] = None,
+    seqlen_q: Annotated[str | None, typer.Option(help="Only these query lengths. [all]")] = None,
 ) -> None:
     """Draw the pictures of a report again, or compare several: our times of the others appear beside the first's."""
     from ..bench import records
+    from ..bench.options import numbers
 
     try:
         reports = {path.stem: records.load(path) for path in files}
@@ -186,12 +231,18 @@ def plot(
             raise ValueError("the same file is given twice")
         if len(reports) > 1 and any(report.get("kind") == "cpu" for report in reports.values()):
             raise ValueError("reports of bench cpu are compared by msa-ops bench diff; plot draws one at a time")
+        whole = records.side_by_side(reports) if len(reports) > 1 else next(iter(reports.values()))
+        words = {name: text and text.split(",") for name, text in (("preset", preset), ("kv", kv), ("heads", heads))}
+        chosen = {**words, "seqlen_q": numbers("--seqlen-q", seqlen_q)}
+        if whole.get("kind") != "cpu":
+            whole = records.select(whole, **chosen)
+        elif any(chosen.values()):
+            raise ValueError("a report of bench cpu has no rows to choose from: leave the options out")
         prepare_folder("--out", out)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     draw, terminal = _pictures(True), _terminal()
     console = terminal.make_console()
-    whole = records.side_by_side(reports) if len(reports) > 1 else next(iter(reports.values()))
     stem = name or "-against-".join(path.stem for path in files)
     pictures = draw(whole, out, stem)
     if len(reports) > 1:
@@ -201,7 +252,7 @@ def plot(
     _say_written(console, pictures)
 
 
-_NO_VERDICTS: dict[str, Any] = {"speed": {}, "peers": {}, "nvfp4_over_bf16": [], "work": {}}
+_NO_VERDICTS: dict[str, Any] = {"speed": {}, "peers": {}, "nvfp4_over_bf16": [], "work": {}, "step": {}}
 
 
 @app.command()
@@ -246,12 +297,13 @@ def _measure(name: str, preset: str, given: dict[str, Any]) -> None:
     (out / f"{name}.md").write_text(report.markdown(result, pictures[::2]), encoding="utf-8")
     terminal.print_report(result, console)
     _say_written(console, [out / f"{name}.json", out / f"{name}.md", *pictures])
-    failed = sum(
-        any(label.startswith("ours") and side["status"] in ("wrong", "error") for label, side in row["sides"].items())
-        for row in result["rows"]
-    )
+    ours = [
+        [side["status"] for label, side in row["sides"].items() if label.startswith("ours")] for row in result["rows"]
+    ]
+    ours += [[row["status"]] for row in result["accuracy"] if row["side"].startswith("ours")]
+    failed = sum(not {"wrong", "error"}.isdisjoint(statuses) for statuses in ours)
     if failed:
-        console.print(f"msa_ops itself is wrong or fails at {failed} of {len(result['rows'])} shapes", style="bold red")
+        console.print(f"msa_ops itself is wrong or fails at {failed} of {len(ours)} rows", style="bold red")
         raise typer.Exit(1)
     if result["not_measured"]:
         raise typer.Exit(3)

@@ -12,7 +12,7 @@ import typer
 from .folders import prepare_folder
 
 if TYPE_CHECKING:
-    from ..engines.cuda.plan import Variant
+    from ..engines.cuda.compile import Program
 
 app = typer.Typer(add_completion=False)
 
@@ -29,7 +29,7 @@ def compile_command(
         Path | None, typer.Option(help="Cache folder to fill. [the folder that this user's calls read]")
     ] = None,
 ) -> None:
-    """Prebuild the kernel cache: every variant that a call on these architectures can ask for.
+    """Prebuild the kernel cache: every kernel that a call on these architectures can ask for.
 
     Copy the folder to machines that must not compile, and set MSA_OPS_CACHE_DIR to it there.
     """
@@ -39,7 +39,7 @@ def compile_command(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
     from ..engines.cuda import compile as compiler
-    from ..engines.cuda import plan
+    from ..engines.cuda import plan, programs
 
     try:
         major, minor = compiler.nvrtc_version()
@@ -48,20 +48,20 @@ def compile_command(
     typer.echo(f"NVRTC {major}.{minor}, kernel source {compiler.source_hash()}, into {folder}")
     began, built, size, failures = time.perf_counter(), 0, 0, []
     for capability in capabilities:
-        variants = plan.variants(capability)
+        kernels: list[compiler.Program] = [*plan.variants(capability), *programs.all_programs()]
         target = compiler.architecture(capability)
-        typer.echo(f"{target}: {len(variants)} variants")
-        for variant in variants:
+        typer.echo(f"{target}: {len(kernels)} kernels")
+        for kernel in kernels:
             try:
-                bytes_written, seconds = build_into(folder, variant, target)
+                bytes_written, seconds = build_into(folder, kernel, target)
             except (compiler.KernelCompileError, OSError) as error:
-                failures.append(f"{target} {variant.name}")
-                typer.echo(f"  {variant.name}: FAILED: {error}", err=True)
+                failures.append(f"{target} {kernel.name}")
+                typer.echo(f"  {kernel.name}: FAILED: {error}", err=True)
                 continue
             built, size = built + 1, size + bytes_written
-            typer.echo(f"  {variant.name}: {bytes_written / 1024:.0f} KiB, {seconds:.2f} s")
+            typer.echo(f"  {kernel.name}: {bytes_written / 1024:.0f} KiB, {seconds:.2f} s")
     typer.echo(
-        f"Built {built} variants for {len(capabilities)} architectures, {size / 2**20:.1f} MiB, "
+        f"Built {built} kernels for {len(capabilities)} architectures, {size / 2**20:.1f} MiB, "
         f"in {time.perf_counter() - began:.0f} s"
     )
     if failures:
@@ -71,16 +71,16 @@ def compile_command(
         typer.echo(f"Use it with MSA_OPS_CACHE_DIR={folder}")
 
 
-def build_into(folder: Path, variant: Variant, target: str) -> tuple[int, float]:
-    """Compile one variant into the cache in `folder`; bytes of the cubin and seconds.
+def build_into(folder: Path, program: Program, target: str) -> tuple[int, float]:
+    """Compile one program into the cache in `folder`; bytes of the cubin and seconds.
 
     Raises `KernelCompileError` or `OSError`.
     """
     from ..engines.cuda import compile as compiler
 
     start = time.perf_counter()
-    cubin, _ = compiler.compile_program(variant, target)
-    compiler.write_cached(variant, target, cubin, compiler.nvrtc_version(), folder)
+    cubin, _ = compiler.compile_program(program, target)
+    compiler.write_cached(program, target, cubin, compiler.nvrtc_version(), folder)
     return len(cubin), time.perf_counter() - start
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..contract import BLOCK_SIZE, MAX_TOPK, SCALES_PER_ROW, KVFormat, ScaleLayout
+from ..contract import BLOCK_SIZE, MAX_TOPK, SCALES_PER_ROW, KVFormat
 from ..engines.cuda.plan import (
     MAX_GRID,
     ROW_BYTES,
@@ -20,7 +20,6 @@ from ..engines.cuda.plan import (
     ClusterRoom,
     Combine,
     DeviceFacts,
-    LaunchPlan,
     Shape,
     blocks_per_multiprocessor,
     choose_variant,
@@ -148,7 +147,7 @@ def explain_command(
         str | None, typer.Option(help="Plan for a device of this machine: cuda:0 or cpu. [the GPU, else --arch 9.0]")
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(help="TB/s that the device reads at, for the floor. [4.46 on an H200]")
+        float | None, typer.Option(help="TB/s that the device reads at, for the floor. [on an H200 as measured]")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Plain text without colours, to be pasted.")] = False,
@@ -258,7 +257,7 @@ def _plan_for_architecture(shape: CallShape, arch: str, multiprocessors: int) ->
     wanted = _cuda_shape(shape)
     room: ClusterRoom = ()
     if facts.has_clusters:
-        room = typical_room(facts, choose_variant(wanted.kv_format, wanted.scale_layout, facts))
+        room = typical_room(facts, choose_variant(wanted.kv_format, facts))
     dotted = f"{facts.capability[0]}.{facts.capability[1]}"
     target = Target("cuda", f"a GPU of compute capability {dotted}", dotted, multiprocessors, "estimate")
     return target, _plan_report(wanted, facts, room)
@@ -279,7 +278,7 @@ def _plan_for_device(shape: CallShape, device: str) -> tuple[Target, PlanReport]
         facts = launch.device_facts(where.index)
         room: ClusterRoom = ()
         if facts.has_clusters:
-            variant = choose_variant(wanted.kv_format, wanted.scale_layout, facts)
+            variant = choose_variant(wanted.kv_format, facts)
             room = launch.cluster_room(variant, where.index)
     dotted = f"{facts.capability[0]}.{facts.capability[1]}"
     target = Target("cuda", torch.cuda.get_device_name(where), dotted, facts.multiprocessors, "driver")
@@ -294,10 +293,8 @@ def _cuda_shape(shape: CallShape) -> Shape:
         raise NotImplementedError(
             f"--kv {shape.kv}: the CUDA engine of this version does not read it; --device cpu explains how the CPU does"
         )
-    layout = ScaleLayout.TILED if kv is KVFormat.NVFP4 else ScaleLayout.NONE
     return Shape(
         kv,
-        layout,
         shape.batch_size * shape.seqlen_q,
         shape.num_kv_heads,
         shape.num_qo_heads // shape.num_kv_heads,
@@ -357,8 +354,8 @@ def _cpu_plan(shape: CallShape) -> PlanReport:
 
 
 def committed_table() -> dict[str, Any]:
-    """The measured times that come with the package: benchmarks/results/h200-sweep.json."""
-    text = (resources.files("msa_ops.cli") / "data" / "h200-sweep.json").read_text(encoding="utf-8")
+    """The measured times that come with the package; ``make figures`` writes them from benchmarks/results/h200.json."""
+    text = (resources.files("msa_ops.cli") / "data" / "h200.json").read_text(encoding="utf-8")
     table: dict[str, Any] = json.loads(text)
     return table
 
@@ -386,7 +383,7 @@ _KEYS = ("kv", "num_qo_heads", "num_kv_heads", "topk", "seqlen_q", "batch_size")
 def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
     """The time to expect by the committed table: a row of it, or between two rows that differ in their batch alone."""
     table = committed_table()
-    rows = [row for row in table["rows"] if _row_holds(row)]
+    rows = table["rows"]
     wanted = {key: getattr(shape, key) for key in _KEYS}
     nearest = min(rows, key=lambda row: _distance(row, wanted))
     differs = tuple(f"{key} {nearest[key]} instead of {wanted[key]}" for key in _KEYS if nearest[key] != wanted[key])
@@ -397,9 +394,7 @@ def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
     if shape.force_fused is not None or "MSA_OPS_" in plan.why:
         return Expectation(None, "the table holds plans that were not forced", nearest, differs)
     if not differs:
-        return Expectation(
-            nearest["time_us"], f"measured on an {table['card']}, commit {nearest['commit']}", nearest, ()
-        )
+        return Expectation(nearest["time_us"], f"measured on an {table['card']}, commit {table['commit']}", nearest, ())
     alike = sorted(
         (row for row in rows if all(row[key] == wanted[key] for key in _KEYS[:-1])), key=lambda row: row["batch_size"]
     )
@@ -412,24 +407,6 @@ def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
     us = round(low["time_us"] + part * (high["time_us"] - low["time_us"]), 2)
     basis = f"not measured: on the line between batch {low['batch_size']} and {high['batch_size']}"
     return Expectation(us, basis, nearest, differs)
-
-
-def _row_holds(row: dict[str, Any]) -> bool:
-    """Whether a row was measured with the plan that a call of its shape takes, by itself or forced to it."""
-    if row["plan"] == "default":
-        return True
-    facts = DeviceFacts.of_capability((9, 0))
-    kv, group = KVFormat(row["kv"]), row["num_qo_heads"] // row["num_kv_heads"]
-    tokens = row["batch_size"] * row["seqlen_q"]
-    shape = Shape(kv, ScaleLayout.NONE, tokens, row["num_kv_heads"], group, row["topk"])
-    room = typical_room(facts, choose_variant(kv, ScaleLayout.NONE, facts))
-    return _numbers(make_plan(shape, facts, room)) == tuple(int(x) for x in row["plan"].split(","))[:-1]
-
-
-def _numbers(plan: LaunchPlan) -> tuple[int, ...]:
-    """A plan as MSA_OPS_PLAN writes it, without the number of blocks."""
-    v = plan.variant
-    return v.groups, v.warps, v.tile, v.stages, v.min_blocks, plan.splits
 
 
 def _distance(row: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]:
