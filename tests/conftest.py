@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Generator, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import HealthCheck, reject, settings
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,56 +27,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                _discard_nvfp4_examples(getattr(item, "obj", None))
         return
     skip = pytest.mark.skip(reason="needs an NVIDIA GPU, and torch sees none here")
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
-
-
-# One suite serves both engines, and the CUDA engine has no NVFP4 kernel yet: it says so with NotImplementedError before it
-# launches anything. On the GPU that error, also as the cause of another (opcheck's), turns a test into a skipped one, and one
-# example of a property test into a discarded one, so that its other dtypes are still tested. Both go when it is served there.
-
-
-def _nvfp4_is_missing(error: BaseException | None) -> bool:
-    while error is not None:
-        if isinstance(error, NotImplementedError) and "NVFP4" in str(error) and "CUDA" in str(error):
-            return True
-        error = error.__cause__
-    return False
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
-    try:
-        return (yield)
-    except Exception as error:
-        if "gpu" in item.keywords and _nvfp4_is_missing(error):
-            pytest.skip(f"the CUDA engine has no NVFP4 kernel yet: {error}")
-        raise
-
-
-def _discard_nvfp4_examples(test: Any) -> None:
-    handle = getattr(test, "hypothesis", None)
-    if handle is None or hasattr(handle.inner_test, "discards_nvfp4"):
-        return
-    inner = handle.inner_test
-
-    @functools.wraps(inner)
-    def discarding(*args: Any, **kwargs: Any) -> None:
-        try:
-            inner(*args, **kwargs)
-        except Exception as error:
-            if _nvfp4_is_missing(error):
-                reject()
-            raise
-
-    discarding.discards_nvfp4 = True  # type: ignore[attr-defined]
-    handle.inner_test = discarding
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

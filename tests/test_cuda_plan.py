@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from msa_ops.contract import BLOCK_SIZE, KVFormat, ScaleLayout
+from msa_ops.contract import BLOCK_SIZE, KVFormat
 from msa_ops.engines.cuda import launch, plan
 from msa_ops.engines.cuda.plan import (
     MAX_GRID,
@@ -40,7 +40,7 @@ every_capability = pytest.mark.parametrize("capability", CAPABILITIES, ids=lambd
 def shape(
     kv_format: KVFormat = KVFormat.FP8, tokens: int = 1, kv_heads: int = 4, group: int = 16, topk: int = 16
 ) -> Shape:
-    return Shape(kv_format, ScaleLayout.NONE, tokens, kv_heads, group, topk)
+    return Shape(kv_format, tokens, kv_heads, group, topk)
 
 
 def shapes() -> Iterator[Shape]:
@@ -51,7 +51,7 @@ def shapes() -> Iterator[Shape]:
 
 
 def usual_room(s: Shape, facts: DeviceFacts) -> ClusterRoom:
-    variant = choose_variant(s.kv_format, s.scale_layout, facts)
+    variant = choose_variant(s.kv_format, facts)
     return typical_room(facts, variant) if facts.has_clusters else ()
 
 
@@ -94,7 +94,9 @@ def test_a_persistent_grid_is_resident_at_once(capability: tuple[int, int]) -> N
     facts = DeviceFacts.of_capability(capability)
     for s in shapes():
         p = planned(s, facts)
-        if p.combine is Combine.NONE:
+        if p.variant == plan.dense_variant(s.kv_format, facts):
+            assert p.combine is Combine.NONE and p.blocks == s.items, "one block an item, in turn"
+        elif p.combine is Combine.NONE:
             assert p.blocks == min(s.items, slots(facts, p.variant))
         per_block = p.variant.shared_bytes + p.variant.static_shared_bytes + plan.SYSTEM_SHARED
         assert plan.blocks_per_multiprocessor(p.variant, facts) * per_block <= facts.shared_per_multiprocessor
@@ -114,30 +116,22 @@ def test_an_unknown_capability_is_named() -> None:
 
 
 @every_capability
-@pytest.mark.parametrize("layout", [ScaleLayout.TILED, ScaleLayout.PLANAR])
-def test_nvfp4_has_room(capability: tuple[int, int], layout: ScaleLayout) -> None:
-    facts = DeviceFacts.of_capability(capability)
-    variant = choose_variant(KVFormat.NVFP4, layout, facts)
-    assert variant.shared_bytes + variant.static_shared_bytes <= facts.shared_per_block
-    assert ("planar" in variant.name) == (layout is ScaleLayout.PLANAR)
-
-
-@every_capability
 @pytest.mark.parametrize("kv_format", SERVED_FORMATS)
 def test_the_usual_variant_is_resident_as_often_as_its_registers_allow(
     capability: tuple[int, int], kv_format: KVFormat
 ) -> None:
     """Registers are held down for `min_blocks`; less shared memory than that would waste them."""
     facts = DeviceFacts.of_capability(capability)
-    variant = choose_variant(kv_format, ScaleLayout.NONE, facts)
+    variant = choose_variant(kv_format, facts)
     assert plan.blocks_per_multiprocessor(variant, facts) == variant.min_blocks
     roomy = dataclasses.replace(facts, shared_per_block=10**6, shared_per_multiprocessor=10**7)
-    assert choose_variant(kv_format, ScaleLayout.NONE, roomy).stages >= variant.stages
+    best = choose_variant(kv_format, roomy)
+    assert best.stages * best.min_blocks >= variant.stages * variant.min_blocks
 
 
 def test_too_little_shared_memory_is_an_error_and_no_wrong_launch() -> None:
     with pytest.raises(AssertionError, match="no variant"):
-        choose_variant(KVFormat.BF16, ScaleLayout.NONE, DeviceFacts((8, 0), 10, 48 << 10, 64 << 10))
+        choose_variant(KVFormat.BF16, DeviceFacts((8, 0), 10, 48 << 10, 64 << 10))
 
 
 @every_capability
@@ -298,3 +292,29 @@ def test_a_long_selection_of_few_items_goes_past_a_cluster() -> None:
 def test_a_forced_plan_that_cannot_run_is_refused(override: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="MSA_OPS_PLAN"):
         planned(dataclasses.replace(shape(tokens=1), override=override), DeviceFacts.of_capability((9, 0)))
+
+
+def test_clusters_of_wide_blocks() -> None:
+    """On 9.0, from 8 items to half the multiprocessors, and as large as all run at once."""
+    facts = DeviceFacts.of_capability((9, 0))
+    wide_room = ((2, 66), (4, 30), (8, 14), (16, 5))
+    for tokens, ranks in ((2, 8), (4, 4), (8, 2), (16, 2)):
+        s = shape(KVFormat.BF16, tokens)
+        wide = plan.wide_variant(s.kv_format, facts)
+        assert plan.wide_in_clusters(s, facts) == wide
+        p = make_plan(s, facts, usual_room(s, facts), wide_room)
+        assert (p.variant, p.combine, p.splits, p.blocks) == (wide, Combine.CLUSTER, ranks, s.items * ranks)
+    one = shape(KVFormat.BF16, 1)
+    assert plan.wide_in_clusters(one, facts) is None and planned(one, facts).splits == 16
+    for hint in ({"force_fused": False}, {"combine": Combine.CLUSTER}):
+        assert plan.wide_in_clusters(dataclasses.replace(shape(tokens=8), **hint), facts) is None
+    assert plan.wide_in_clusters(shape(tokens=8), DeviceFacts.of_capability((10, 0))) is None
+
+
+def test_nvfp4_in_many_items_has_three_blocks_a_multiprocessor() -> None:
+    facts = DeviceFacts.of_capability((9, 0))
+    dense = plan.dense_variant(KVFormat.NVFP4, facts)
+    assert dense is not None and plan.blocks_per_multiprocessor(dense, facts) == 3
+    many, few = (planned(shape(KVFormat.NVFP4, tokens), facts) for tokens in (128, 64))
+    assert (many.variant, many.blocks) == (dense, 512) and few.variant != dense
+    assert planned(dataclasses.replace(shape(KVFormat.NVFP4, 128), force_fused=True), facts).variant != dense

@@ -149,10 +149,10 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
             tokens = len(size.lengths) * size.seqlen_q
             forced = None if way == "wide" else plan.Combine[way.upper()]
             shape = plan.Shape(route.kv, route.scales, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
-            room = plan.typical_room(facts, plan.choose_variant(route.kv, route.scales, facts))
+            room = plan.typical_room(facts, plan.choose_variant(route.kv, facts))
             taken = plan.make_plan(shape, facts, room)
             assert taken.combine.name.lower() == ("none" if way == "wide" else way)
-            assert (taken.variant == plan.wide_variant(route.kv, route.scales, facts)) == (way == "wide")
+            assert (taken.variant == plan.wide_variant(route.kv, facts)) == (way == "wide")
             assert taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
     assert tested == set(plan.variants_for(facts, plan.SERVED_FORMATS))

@@ -71,24 +71,27 @@ def test_a_segment_whose_products_overflow_downwards_has_no_weight(hidden: str, 
     torch.testing.assert_close(lse, torch.full((1, 1), math.log(keys) - 256 / math.sqrt(128)), rtol=0, atol=1e-4)
 
 
+# Unscaled products past float32 are beyond what the CUDA engine promises (docs/semantics.md); the CPU engine has them right.
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("keys", [1, 300, 2176])
-def test_products_past_float32_with_scaled_scores_inside_it(keys: int, sign: int, device: str) -> None:
+def test_products_past_float32_with_scaled_scores_inside_it(keys: int, sign: int) -> None:
     k = full(sign * 3e36, keys)
     v = random(1, 1, 128).bfloat16().expand(keys, 1, 128).contiguous()
-    out, lse = run(torch.ones(1, 1, 128).bfloat16(), k, v, device)
+    out, lse = run(torch.ones(1, 1, 128).bfloat16(), k, v, "cpu")
     torch.testing.assert_close(out[0].float(), v[0].float(), rtol=2**-8, atol=0)
     want = float(k[0, 0, 0]) * math.sqrt(128)
     torch.testing.assert_close(lse, torch.full((1, 1), want), rtol=1e-6, atol=0)
 
 
-def test_partial_sums_past_float32_that_cancel(device: str) -> None:
+def test_partial_sums_past_float32_that_cancel() -> None:
     q = torch.ones(1, 1, 128).bfloat16()
     k = full(0.0, 300)
     k[:, 0, :64] = -3e38
     k[:, 0, 64:] = 3e38
     k[150:, 0, 127] = 0.0  # ahead by -3e38: far from the rest
-    assert_like_oracle(q, k, random(300, 1, 128).bfloat16(), device)
+    assert_like_oracle(q, k, random(300, 1, 128).bfloat16(), "cpu")
 
 
 @pytest.mark.parametrize("size", [2.0**-133, 1e-30, 513.0, 2e5, 1e30])

@@ -67,10 +67,15 @@ def test_warming_up_a_gpu_loads_what_it_names() -> None:
 
 
 @pytest.mark.gpu
-def test_nvfp4_on_a_gpu_is_said_to_be_missing() -> None:
-    for call in (lambda: warmup("cuda", (torch.uint8,)), msa_ops.msa_decode_nvfp4_specialized_warmup):
-        with pytest.raises(NotImplementedError, match="NVFP4 on CUDA devices is not available in this version"):
-            call()
+def test_nvfp4_is_warmed_up_by_itself() -> None:
+    names = msa_ops.msa_decode_nvfp4_specialized_warmup("cuda")
+    assert names == warmup("cuda", (torch.uint8,)) and all(name.startswith("nvfp4-") for name in names)
+    before = msa_ops.msa_decode_nvfp4_specialized_stats()
+    assert set(names) <= set(before["nvfp4_variants"])
+    build(Spec(kv_dtype="nvfp4"), "cuda").run()
+    after = msa_ops.msa_decode_nvfp4_specialized_stats()
+    assert sum(after["calls"].values()) == sum(before["calls"].values()) + 1
+    assert after["nvfp4_variants"] == before["nvfp4_variants"], "a call loads nothing that the warm-up did not"
 
 
 @pytest.mark.gpu
@@ -84,15 +89,14 @@ def test_a_device_that_does_not_exist_is_named() -> None:
 
 def test_stats_say_where_nvfp4_runs_and_what_capture_needs() -> None:
     stats = msa_ops.msa_decode_nvfp4_specialized_stats()
-    assert stats["engines"] == {"cpu": True, "cuda": False}
+    assert stats["engines"] == {"cpu": True, "cuda": True}
     assert stats["nvfp4_variants"] == ()
     assert set(stats["calls"]) == {"none", "cluster", "scratch"}
     for words in (
         "one eager call",
         "warmup(device)",
         "lengths",
-        "shapes may not",
-        "NVFP4 on CUDA devices is not available",
+        "block scales",
     ):
         assert words in stats["cuda_graph"]
     build(Spec(kv_dtype="nvfp4"), "cpu").run()
@@ -162,9 +166,10 @@ def test_kv_bytes_never_exceed_the_table_or_the_cache() -> None:
 
 
 @pytest.mark.gpu
-def test_nvfp4_on_a_gpu_has_no_plan() -> None:
-    with pytest.raises(NotImplementedError, match="NVFP4 runs on the CPU"):
-        explained(Spec(kv_dtype="nvfp4"), "cuda")
+@pytest.mark.parametrize("form", ["hnd", "planar"])
+def test_nvfp4_on_a_gpu_has_a_plan(form: str) -> None:
+    e = explained(Spec(kv_dtype="nvfp4", form=form), "cuda")
+    assert e.engine == "cuda" and e.variant is not None and e.variant.startswith("nvfp4-")
 
 
 @pytest.mark.gpu

@@ -19,6 +19,8 @@ HEAD_DIM = 128
 BLOCK_SIZE = 128
 """Keys per selectable block; also the page size of a paged cache."""
 MAX_TOPK = 4096
+SOFTMAX_SCALE = HEAD_DIM**-0.5
+"""Where a call gives none."""
 SCALE_GROUP = 16
 """Elements that share one NVFP4 block scale."""
 SCALES_PER_ROW = HEAD_DIM // SCALE_GROUP
@@ -174,33 +176,17 @@ def check(call: DecodeCall) -> DecodeProblem:
     _check_selection(call)
     _check_outputs(call)
     _check_autograd(call)
-    softmax_scale = HEAD_DIM**-0.5 if call.softmax_scale is None else _number("softmax_scale", call.softmax_scale)
+    softmax_scale = SOFTMAX_SCALE if call.softmax_scale is None else _number("softmax_scale", call.softmax_scale)
     k_factor, k_global = _global_scale("k_global_scale", call.k_global_scale, call.q)
     _require_float32("softmax_scale * k_global_scale", softmax_scale * k_factor)
     output_scale, v_global = _global_scale("v_global_scale", call.v_global_scale, call.q)
     q_offset_int, q_offset = _query_offset(call)
     problem = DecodeProblem(
-        call.q,
-        call.k,
-        call.v,
-        call.q2k_indices,
-        call.page_table,
-        call.seqused_k,
-        call.cu_seqlens_k,
-        call.k_scale,
-        call.v_scale,
-        k_global,
-        v_global,
-        q_offset,
-        None if call.workspace is None else call.workspace.buffer,
-        call.seqlen_q,
-        call.causal,
-        softmax_scale * k_factor,
-        output_scale,
-        q_offset_int,
-        call.force_fused,
+        call.q, call.k, call.v, call.q2k_indices, call.page_table, call.seqused_k, call.cu_seqlens_k, call.k_scale,
+        call.v_scale, k_global, v_global, q_offset, None if call.workspace is None else call.workspace.buffer,
+        call.seqlen_q, call.causal, softmax_scale * k_factor, output_scale, q_offset_int, call.force_fused,
         call.partial_dtype,
-    )
+    )  # fmt: skip
     if not torch.compiler.is_compiling() and os.environ.get("MSA_OPS_CHECK") == "1":
         from .checking import check_values
 
@@ -527,11 +513,16 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
     if a.numel() == 0 or b.numel() == 0:
         return False
     a0, b0 = a.data_ptr(), b.data_ptr()
-    a1 = a0 + a.numel() * a.element_size()  # `a` is contiguous
-    if b0 >= a1 or b0 >= a0:
-        return b0 < a1
-    b1 = b0 + (sum((n - 1) * s for n, s in zip(b.shape, b.stride(), strict=True)) + 1) * b.element_size()
-    return a0 < b1
+    if b0 >= a0:
+        return b0 < a0 + extent(a)
+    return a0 < b0 + extent(b)
+
+
+def extent(t: Tensor) -> int:
+    """Bytes from the first element to the end of the last one, gaps included."""
+    if t.numel() == 0:
+        return 0
+    return (sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True)) + 1) * t.element_size()
 
 
 def _check_autograd(call: DecodeCall) -> None:
@@ -553,12 +544,12 @@ def _number(name: str, value: object) -> float:
     return float(value)
 
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
+FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 def _require_float32(name: str, value: float) -> None:
     """Engines compute in float32. (torch.compile does not trace math.isfinite of a symbolic float.)"""
-    if not -_FLOAT32_MAX <= value <= _FLOAT32_MAX:
+    if not -FLOAT32_MAX <= value <= FLOAT32_MAX:
         got = value if isinstance(value, float) or value.bit_length() < 1024 else "a number past it"
         raise ValueError(f"{name} must be finite in float32, got {got}")
 
@@ -579,7 +570,7 @@ def _global_scale(name: str, value: float | Tensor | None, q: Tensor) -> tuple[f
     return 1.0, value
 
 
-_INT32_MAX = 2**31 - 1
+INT32_MAX = 2**31 - 1
 
 
 def _query_offset(call: DecodeCall) -> tuple[int | None, Tensor | None]:
@@ -594,6 +585,6 @@ def _query_offset(call: DecodeCall) -> tuple[int | None, Tensor | None]:
         return None, offset
     if isinstance(offset, bool) or not isinstance(offset, (int, torch.SymInt)):
         raise TypeError(f"q_offset must be an int or an int32 tensor of shape (batch,), got {type(offset).__name__}")
-    if not -_INT32_MAX - 1 <= offset <= _INT32_MAX:
+    if not -INT32_MAX - 1 <= offset <= INT32_MAX:
         raise ValueError(f"q_offset must fit int32, got {offset}")
     return offset, None

@@ -54,7 +54,10 @@ def _cpu(*args: Any) -> None:
 def _cuda(*args: Any) -> None:
     from .engines import cuda
 
-    cuda.run(DecodeProblem(*args[:-2]), args[-2], args[-1])
+    out, lse = args[-2:]
+    cuda.run(DecodeProblem(*args[:-2]), out, lse)
+    # A kernel writes unseen by autograd; the CPU engine's operations tell it themselves.
+    torch.autograd.graph.increment_version(out if lse is None else (out, lse))
 
 
 def _fake(*args: Any) -> None:

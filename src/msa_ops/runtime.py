@@ -23,15 +23,12 @@ from .decode import msa_sparse_decode_attention
 if TYPE_CHECKING:
     from .engines.cuda.plan import LaunchPlan, Shape
 
-_NVFP4_ON_CUDA = (
-    "NVFP4 on CUDA devices is not available in this version: bf16, fp16 and fp8 KV run there, NVFP4 on the CPU"
-)
 _CUDA_GRAPH = (
     "Before capture: one eager call of the same shapes and dtypes on the device, or msa_ops.warmup(device). A kernel that is "
     "not loaded by then raises RuntimeError inside the capture. Nothing else is needed: with out= (and lse_out=) the none and "
     "cluster routes allocate nothing, the scratch route takes the workspace or the graph's own pool, and nothing is read back. "
-    "Between replays queries, ids, lengths, page tables and tensor global scales may change in place, shapes may not. "
-    f"{_NVFP4_ON_CUDA}, so there is no NVFP4 capture yet."
+    "Between replays queries, ids, lengths, page tables, caches, block scales and tensor global scales may change in place, "
+    "shapes may not."
 )
 
 
@@ -46,35 +43,32 @@ def warmup(
     Args:
         device: a CUDA device or the CPU; None: the current CUDA device, or the CPU where torch sees no GPU. An int is a
             CUDA device.
-        kv_dtypes: dtypes of K and V among bfloat16, float16, float8_e4m3fn and uint8 (NVFP4); None: all that the device's
-            engine serves.
+        kv_dtypes: dtypes of K and V among bfloat16, float16, float8_e4m3fn and uint8 (NVFP4); None: all, and the kernels of
+            `msa_proxy_score`, `msa_topk_select`, quantising and cache writing.
 
     Returns:
         Names of the kernels that are now loaded; empty on the CPU.
 
     Raises:
         TypeError, ValueError: not such a device or dtype.
-        NotImplementedError: NVFP4 on a CUDA device.
         RuntimeError: no GPU, an unsupported one, or a missing compiler package.
     """
     formats = None if kv_dtypes is None else _formats(kv_dtypes)
     where = _device(device)
     if where.type == "cpu":
         return ()
-    if formats is not None and KVFormat.NVFP4 in formats:
-        raise NotImplementedError(_NVFP4_ON_CUDA)
-    from .engines.cuda import launch
+    from .engines.cuda import launch, programs
 
     assert where.index is not None
-    return tuple(launch.warm_up(where.index) if formats is None else launch.warm_up(where.index, formats))
+    if formats is not None:
+        return tuple(launch.warm_up(where.index, formats))
+    names = launch.warm_up(where.index)
+    with launch.on_device(where.index):
+        return (*names, *programs.warm_up(where.index))
 
 
 def msa_decode_nvfp4_specialized_warmup(device: torch.device | str | int | None = None) -> tuple[str, ...]:
-    """`warmup` for NVFP4 KV alone. The CPU engine serves NVFP4 and needs no warm-up: an empty tuple.
-
-    Raises:
-        NotImplementedError: on a CUDA device, where this version has no NVFP4 kernel.
-    """
+    """`warmup` for NVFP4 KV alone, in both scale layouts. The CPU needs no warm-up: an empty tuple."""
     return warmup(device, (torch.uint8,))
 
 

@@ -106,8 +106,8 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """Names of the kernels that serve a route on a GPU; empty on the CPU and where nothing does."""
     if facts is None or not is_served(route, facts):
         return ()
-    wide = wide_variant(route.kv, route.scales, facts)
-    return tuple(v.name for v in (choose_variant(route.kv, route.scales, facts), wide) if v is not None)
+    wide = wide_variant(route.kv, facts)
+    return tuple(v.name for v in (choose_variant(route.kv, facts), wide) if v is not None)
 
 
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
@@ -118,7 +118,7 @@ def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     if not is_served(route, facts):
         return ()
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
-    return (*found, "wide") if wide_variant(route.kv, route.scales, facts) is not None else tuple(found)
+    return (*found, "wide") if wide_variant(route.kv, facts) is not None else tuple(found)
 
 
 # --- the problems ------------------------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def _usual_variant(route: Route, device: str) -> str:
     from .engines.cuda import launch
 
     facts = launch.device_facts(torch.device(device).index)
-    return choose_variant(route.kv, route.scales, facts).name
+    return choose_variant(route.kv, facts).name
 
 
 @contextlib.contextmanager
@@ -302,7 +302,7 @@ def compile_one(target: str, facts: DeviceFacts) -> CompileResult:
     """Compile the fp8 kernel that most calls on such a device take."""
     from .engines.cuda import compile as compiler
 
-    variant = choose_variant(KVFormat.FP8, ScaleLayout.NONE, facts)
+    variant = choose_variant(KVFormat.FP8, facts)
     start = time.perf_counter()
     try:
         cubin, _ = compiler.compile_program(variant, target)

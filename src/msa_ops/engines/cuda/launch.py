@@ -9,24 +9,24 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import math
 import os
 import struct
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...contract import FP8, DecodeProblem, KVFormat, KVLayout, ScaleLayout
+from ...contract import BLOCK_SIZE, FP8, SCALES_PER_ROW, DecodeProblem, KVFormat, KVLayout, ScaleLayout
 from . import compile as compiler
 from .driver import NO_CONTEXT, check, driver, ensure_context, launch_config, load_library
 from .plan import (
     CLUSTER_SIZES,
     MAX_GRID,
+    ROW_BYTES,
     SERVED_FORMATS,
     ClusterRoom,
     Combine,
@@ -38,15 +38,23 @@ from .plan import (
     make_plan,
     scratch_elements,
     variants_for,
+    wide_in_clusters,
 )
 
-_LOG2_E = math.log2(math.e)
-_PARAMS = struct.Struct(
-    "128s128s15Q18q2f12I11i20x"
-)  # struct Params of kernels/params.cuh, padded to its 64-byte alignment
+# struct Params of kernels/params.cuh, padded to its 64-byte alignment.
+ADDRESSES = 15
+_STRIDES_AND_SIZES = "18q"
+_PARAMS = struct.Struct(f"128s128s{ADDRESSES}Q{_STRIDES_AND_SIZES}2f12I14i8x")
+STRIDES_AT, FACTORS_AT, Q_OFFSET_AT = (
+    struct.calcsize(f"128s128s{ADDRESSES}Q{fields}")
+    for fields in ("", _STRIDES_AND_SIZES, f"{_STRIDES_AND_SIZES}2f12I7i")
+)
+"""Where the strides, the two factors and `q_offset_int` begin: `prepared` writes the factors, the offset, and what lies
+before the strides."""
 _QUERY_TYPE = {torch.bfloat16: 0, torch.float16: 1, FP8: 2}
 _PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
 _PARTIAL_DTYPE = (torch.float32, torch.bfloat16, torch.float16, FP8)
+_SCALES_TILED, _SCALES_PLANAR, _SCALES_GATHERED = 0, 1, 2  # enum ScaleLayout of kernels/params.cuh
 _ALL_SHARED = 100  # per cent of the multiprocessor's memory
 _MERGE_ROWS = 4  # output rows of one block of the merge kernel
 
@@ -233,7 +241,7 @@ def _forced_plan() -> tuple[int, ...] | None:
 def shape_of(problem: DecodeProblem) -> Shape:
     p = problem
     return Shape(
-        p.kv_format, p.scale_layout, p.tokens, p.num_kv_heads, p.group_size, p.topk, p.force_fused, _forced_combine(),
+        p.kv_format, p.tokens, p.num_kv_heads, p.group_size, p.topk, p.force_fused, _forced_combine(),
         _forced_plan(),
     )  # fmt: skip
 
@@ -253,20 +261,22 @@ def _plan(problem: DecodeProblem, shape: Shape) -> LaunchPlan:
     facts = device_facts(index)
     room: ClusterRoom = ()
     if facts.has_clusters:
-        room = cluster_room(choose_variant(shape.kv_format, shape.scale_layout, facts), index)
-    return make_plan(shape, facts, room)
+        room = cluster_room(choose_variant(shape.kv_format, facts), index)
+    wide = wide_in_clusters(shape, facts)
+    return make_plan(shape, facts, room, () if wide is None else cluster_room(wide, index))
 
 
 def scratch_bytes(problem: DecodeProblem) -> int:
     """Bytes of workspace that this call uses."""
-    return _scratch_bytes(problem, plan_of(problem), shape_of(problem))
+    return sum(scratch_layout(problem, plan_of(problem), shape_of(problem)))
 
 
-def _scratch_bytes(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> int:
+def scratch_layout(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> tuple[int, int]:
+    """Bytes of the states, which come first, and of the partial outputs."""
     if plan.combine is not Combine.SCRATCH:
-        return 0
+        return 0, 0
     values, state = scratch_elements(shape, plan.splits)
-    return values * _PARTIAL_DTYPE[_PARTIAL_TYPE[problem.partial_dtype]].itemsize + state * 4
+    return state * 4, values * _PARTIAL_DTYPE[_PARTIAL_TYPE[problem.partial_dtype]].itemsize
 
 
 def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None) -> None:
@@ -292,31 +302,46 @@ def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, index: int) ->
     scratch = _scratch(problem, plan, shape) if plan.combine is Combine.SCRATCH else (0, 0, None)
     launcher.pack(problem, plan, shape, out, lse, scratch, modern)
     stream = torch._C._cuda_getCurrentRawStream(index)
-    cluster = plan.splits if plan.combine is Combine.CLUSTER else 1
-    launcher.launch(
-        kernels.decode,
-        plan.blocks,
-        plan.variant.threads,
-        plan.variant.dynamic_bytes(plan.combine),
-        cluster,
-        modern,
-        stream,
-    )
-    if plan.combine is Combine.SCRATCH:
-        rows = shape.tokens * shape.kv_heads * shape.group
-        launcher.rows.value = rows
-        launcher.launch(kernels.merge, -(-rows // _MERGE_ROWS), 32 * _MERGE_ROWS, 0, 1, modern, stream)
+    launcher.rows.value = output_rows(shape)
+    for kernel, grid in grids(plan, shape, kernels):
+        launcher.launch(kernel, grid, modern, stream)
     calls[plan.combine.name.lower()] += 1
+
+
+class Grid(NamedTuple):
+    """One launch: blocks, threads of each, dynamic shared bytes, blocks of a cluster."""
+
+    blocks: int
+    threads: int
+    shared: int
+    cluster: int
+
+    def __str__(self) -> str:
+        return f"{self.blocks} blocks of {self.threads} threads"
+
+
+def output_rows(shape: Shape) -> int:
+    """Rows of the output, one for each token and query head: what the merge kernel goes over."""
+    return shape.tokens * shape.kv_heads * shape.group
+
+
+def grids(plan: LaunchPlan, shape: Shape, kernels: Kernels) -> list[tuple[Any, Grid]]:
+    """The kernels of a call in order, each with its grid."""
+    variant, cluster = plan.variant, plan.splits if plan.combine is Combine.CLUSTER else 1
+    found = [(kernels.decode, Grid(plan.blocks, variant.threads, variant.dynamic_bytes(plan.combine), cluster))]
+    if plan.combine is Combine.SCRATCH:
+        found.append((kernels.merge, Grid(-(-output_rows(shape) // _MERGE_ROWS), 32 * _MERGE_ROWS, 0, 1)))
+    return found
 
 
 def _scratch(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> tuple[int, int, Tensor]:
     """Addresses of partial outputs and states, and what keeps them alive during the launch."""
-    need = _scratch_bytes(problem, plan, shape)
+    state_bytes, value_bytes = scratch_layout(problem, plan, shape)
+    need = state_bytes + value_bytes
     buffer = problem.workspace
     if buffer is None or buffer.numel() < need:
         # Freed after the launch into the stream's own pool (the graph's, during capture), so reuse is ordered.
         buffer = torch.empty(need, dtype=torch.uint8, device=problem.q.device)
-    state_bytes = scratch_elements(shape, plan.splits)[1] * 4
     address = buffer.data_ptr()
     return address + state_bytes, address, buffer
 
@@ -328,6 +353,11 @@ def divisor(value: int) -> tuple[int, int, int]:
         return 1, 0, 0
     power = 31 + (value - 1).bit_length()
     return value, -(-(1 << power) // value), power - 32
+
+
+def tensor_maps(k: Tensor, v: Tensor, variant: Variant, modern: bool) -> tuple[bytes, bytes]:
+    """How tensor copies find K and V; nothing below 9.0."""
+    return (tensor_map(k, variant.tile), tensor_map(v, variant.tile)) if modern else (b"", b"")
 
 
 def tensor_map(t: Tensor, tile: int) -> bytes:
@@ -344,6 +374,9 @@ _NO_MAP = bytes(128)
 def _encode_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int, tile: int) -> bytes:
     # A pure function of address, shape and strides, so that keeping results ties nothing to a tensor's identity.
     d = driver()
+    if _rows_paired(shape, strides, size):
+        shape, tile = (*shape[:2], shape[2] // 2, 2 * shape[3]), tile // 2
+        strides = (*strides[:2], 2 * strides[2], strides[3])
     order = (3, 2, 1, 0) if len(shape) == 4 else (2, 0, 1)  # bytes of a row, rows, heads, pages
     row = shape[-1] * size
     dims = [row] + [max(1, shape[i]) for i in order[1:]]
@@ -369,6 +402,28 @@ def _encode_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
     return struct.pack("16Q", *(int(x) for x in encoded.opaque))
 
 
+def _rows_paired(shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> bool:
+    return len(shape) == 4 and shape[3] * size == ROW_BYTES[KVFormat.NVFP4] == strides[2] * size
+
+
+def paired(t: Tensor) -> bool:
+    """Whether K or V is copied in pairs of rows: NVFP4 rows that lie one behind the other in a page (copy.cuh)."""
+    return _rows_paired(tuple(t.shape), t.stride(), t.element_size())
+
+
+def _scale_layout(p: DecodeProblem) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """How the kernel reads NVFP4's block scales, and the strides of a page and a head of K's and V's, in bytes."""
+    k, v = p.k_scale, p.v_scale
+    if k is None or v is None:
+        return _SCALES_TILED, (0, 0), (0, 0)
+    if p.scale_layout is ScaleLayout.PLANAR:
+        return _SCALES_PLANAR, k.stride(), v.stride()
+    # A copy of whole pages needs 16-byte starts; a flat cache's rows of one head are no page.
+    gathered = p.kv_layout is not KVLayout.PAGED or (k.data_ptr() | v.data_ptr()) & 15
+    page = (p.num_kv_heads * BLOCK_SIZE * SCALES_PER_ROW, BLOCK_SIZE * SCALES_PER_ROW)
+    return _SCALES_GATHERED if gathered else _SCALES_TILED, page, page
+
+
 def _launcher() -> _Launcher:
     local = _state.local
     try:
@@ -392,7 +447,7 @@ class _Launcher:
         self.rows = ctypes.c_longlong(0)
         self.pointers = (ctypes.c_void_p * 2)(ctypes.addressof(self.block), ctypes.addressof(self.rows))
         self.arguments: int = ctypes.addressof(self.pointers)
-        self.configs: dict[tuple[int, ...], Any] = {}
+        self.configs: dict[tuple[Grid, bool, int], Any] = {}
         self.cu_launch = d.cuLaunchKernelEx
 
     def pack(
@@ -413,15 +468,13 @@ class _Launcher:
         size = k.element_size()
         ks, vs = k.stride(), v.stride()
         row = 2 if paged else 0
-        planar = p.scale_layout is ScaleLayout.PLANAR
-        k_scale = p.k_scale.stride() if planar and p.k_scale is not None else (0, 0)
-        v_scale = p.v_scale.stride() if planar and p.v_scale is not None else (0, 0)
+        scale_layout, k_scale, v_scale = _scale_layout(p)
         offset = p.q_offset_int
         if (
             q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
         ) & 15:  # unseen by the contract in a compiled graph
             raise ValueError("q, k, v and out must start on a 16-byte boundary")
-        maps = (tensor_map(k, plan.variant.tile), tensor_map(v, plan.variant.tile)) if modern else (b"", b"")
+        maps = tensor_maps(k, v, plan.variant, modern)
         _PARAMS.pack_into(
             self.block, 0, *maps,
             q.data_ptr(), k.data_ptr(), v.data_ptr(), ids.data_ptr(), _pointer(p.page_table), lengths.data_ptr(),
@@ -433,21 +486,28 @@ class _Launcher:
             ids.stride(0), ids.stride(1), table_row, lengths.stride(0),
             0 if p.q_offset is None else p.q_offset.stride(0),
             k_scale[0], k_scale[1], v_scale[0], v_scale[1], k.shape[0],
-            p.softmax_scale * _LOG2_E, p.output_scale,
+            p.softmax_scale, p.output_scale,
             *divisor(shape.kv_heads), *divisor(shape.row_tiles), *divisor(p.seqlen_q), *divisor(plan.splits),
             shape.group, shape.topk, width, shape.items, plan.combine, _QUERY_TYPE[q.dtype], _PARTIAL_TYPE[p.partial_dtype],
-            offset or 0, offset is not None, p.causal, paged,
+            offset or 0, offset is not None, p.causal, paged, scale_layout,
+            modern and paired(k), modern and paired(v),
         )  # fmt: skip
 
-    def launch(
-        self, kernel: Any, blocks: int, threads: int, shared: int, cluster: int, dependent: bool, stream: int
-    ) -> None:
-        key = (blocks, threads, shared, cluster, dependent, stream)
+    def launch(self, kernel: Any, grid: Grid, dependent: bool, stream: int) -> None:
+        (error,) = self.cu_launch(self.config(grid, dependent, stream), kernel, self.arguments, 0)
+        if error:
+            raise_error(error, grid)
+
+    def config(self, grid: Grid, dependent: bool, stream: int) -> Any:
+        """`launch_config` of these, kept."""
+        key = (grid, dependent, stream)
         config = self.configs.get(key)
         if config is None:
             if len(self.configs) > 4096:
                 self.configs.clear()
-            config = self.configs[key] = launch_config(blocks, threads, shared, cluster, dependent, stream)
-        (error,) = self.cu_launch(config, kernel, self.arguments, 0)
-        if int(error):
-            raise RuntimeError(f"CUDA driver: {error.name} while launching {blocks} blocks of {threads} threads")
+            config = self.configs[key] = launch_config(*grid, dependent, stream)
+        return config
+
+
+def raise_error(error: Any, grid: Grid) -> None:
+    raise RuntimeError(f"CUDA driver: {error.name} while launching {grid}")

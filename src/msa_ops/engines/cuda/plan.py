@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ...contract import BLOCK_SIZE, HEAD_DIM, KVFormat, ScaleLayout
+from ...contract import BLOCK_SIZE, HEAD_DIM, SCALES_PER_ROW, KVFormat
 
 SOURCES = (
     "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh", "product.cuh",
@@ -24,8 +24,8 @@ MAX_GRID = 2**31 - 1
 SYSTEM_SHARED = 1024
 """Shared memory that the system takes of every resident block."""
 CLUSTER_SIZES = (2, 4, 8, 16)
-SERVED_FORMATS = (KVFormat.BF16, KVFormat.FP16, KVFormat.FP8)
-"""KV formats that the kernel reads. NVFP4 has its place in the tables below and no kernel yet."""
+SERVED_FORMATS = (KVFormat.BF16, KVFormat.FP16, KVFormat.FP8, KVFormat.NVFP4)
+"""KV formats that the kernel reads."""
 
 # Shared memory that one block may have, in bytes, by compute capability (CUDA programming guide, "technical specifications
 # per compute capability"). On a device the driver's own figure is used.
@@ -48,7 +48,6 @@ class Variant:
     """One compilation of the kernel source."""
 
     kv_format: KVFormat
-    scale_layout: ScaleLayout
     groups: int
     warps: int
     tile: int
@@ -57,8 +56,7 @@ class Variant:
 
     @property
     def name(self) -> str:
-        planar = "-planar" if self.scale_layout is ScaleLayout.PLANAR else ""
-        return f"{self.kv_format.value}{planar}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}"
+        return f"{self.kv_format.value}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -68,7 +66,6 @@ class Variant:
     def defines(self) -> tuple[str, ...]:
         return (
             f"-DKV_FORMAT=KV_{self.kv_format.name}",
-            f"-DSCALE_PLANAR={int(self.scale_layout is ScaleLayout.PLANAR)}",
             f"-DGROUPS={self.groups}",
             f"-DWARPS={self.warps}",
             f"-DTILE={self.tile}",
@@ -86,10 +83,13 @@ class Variant:
         return 1024 if self.groups == 1 else 2048
 
     def dynamic_bytes(self, combine: Combine) -> int:
-        """Dynamic shared memory: the copy ring, each group's two buffers of weights, and where partial results meet."""
-        stage = self.tile * ROW_BYTES[self.kv_format] * 2
+        """Dynamic shared memory: the copy ring, each group's two buffers of weights, NVFP4's widened scales of V, and where
+        partial results meet."""
+        scaled = self.kv_format is KVFormat.NVFP4
+        stage = self.tile * (ROW_BYTES[self.kv_format] + scaled * SCALES_PER_ROW) * 2
+        value_scales = scaled * self.warps * 640
         meeting = ROW_TILE * HEAD_DIM * 4 if combine is Combine.CLUSTER or self.groups > 1 else 0
-        return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + meeting)
+        return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + value_scales + meeting)
 
     @property
     def shared_bytes(self) -> int:
@@ -147,7 +147,6 @@ class Shape:
     """The part of a problem that decides its plan."""
 
     kv_format: KVFormat
-    scale_layout: ScaleLayout
     tokens: int
     kv_heads: int
     group: int
@@ -185,30 +184,44 @@ def scratch_elements(shape: Shape, splits: int) -> tuple[int, int]:
     return rows * HEAD_DIM, rows * 2
 
 
-# Kernel-notes has the measurements behind these. (groups, warps, tile, stages, min_blocks) in order of preference.
+# Kernel-notes has the measurements behind these. (groups, warps, stages, min_blocks) in order of preference.
 _TILE = {KVFormat.BF16: 64, KVFormat.FP16: 64, KVFormat.FP8: 128, KVFormat.NVFP4: 128}
 _CONFIGS = ((1, 4, 3, 2), (1, 4, 2, 2), (1, 4, 2, 1))
+_NVFP4_CONFIGS = ((1, 4, 3, 2), (1, 4, 4, 1), (1, 4, 2, 1))
 _WIDE_CONFIG = (2, 4, 5, 1)
-"""For one whole item a multiprocessor: two groups of warps share its ring."""
+"""One block a multiprocessor, where two groups of warps share the ring."""
+_DENSE_CONFIG = (1, 4, 3, 3)
+"""NVFP4 in many items: widening keeps the warps busy, and a third block hides more of it."""
+_WIDE_ITEMS = 8
+"""Items from which on a cluster of such blocks is the faster one."""
 
 
-def choose_variant(kv_format: KVFormat, scale_layout: ScaleLayout, facts: DeviceFacts) -> Variant:
+def choose_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant:
     """The variant for most calls: the deepest ring with which a multiprocessor still holds as many blocks as wanted."""
-    for groups, warps, stages, blocks in _CONFIGS:
-        variant = Variant(kv_format, scale_layout, groups, warps, _TILE[kv_format], stages, blocks)
+    configs = _NVFP4_CONFIGS if kv_format is KVFormat.NVFP4 else _CONFIGS
+    for groups, warps, stages, blocks in configs:
+        variant = Variant(kv_format, groups, warps, _TILE[kv_format], stages, blocks)
         if _fits(variant, facts) and blocks_per_multiprocessor(variant, facts) >= blocks:
             return variant
     raise AssertionError(f"no variant of {kv_format} fits {facts.shared_per_block} bytes of shared memory")
 
 
-def wide_variant(kv_format: KVFormat, scale_layout: ScaleLayout, facts: DeviceFacts) -> Variant | None:
-    """The variant for one whole item a multiprocessor, or None where it was not measured.
+def wide_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
+    """The variant of one block a multiprocessor, or None where it was not measured.
 
     On 10.x and 11.0 bf16 spills in the 168 registers a thread that its nine warps leave.
     """
     groups, warps, stages, blocks = _WIDE_CONFIG
-    variant = Variant(kv_format, scale_layout, groups, warps, _TILE[kv_format], stages, blocks)
+    variant = Variant(kv_format, groups, warps, _TILE[kv_format], stages, blocks)
     return variant if facts.capability == (9, 0) and _fits(variant, facts) else None
+
+
+def dense_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
+    """The variant for more items than two blocks a multiprocessor, or None where the usual one is as good or nothing was
+    measured."""
+    groups, warps, stages, blocks = _DENSE_CONFIG
+    variant = Variant(kv_format, groups, warps, _TILE[kv_format], stages, blocks)
+    return variant if kv_format is KVFormat.NVFP4 and facts.capability == (9, 0) else None
 
 
 def _fits(variant: Variant, facts: DeviceFacts) -> bool:
@@ -221,27 +234,53 @@ def blocks_per_multiprocessor(variant: Variant, facts: DeviceFacts) -> int:
     return max(1, min(variant.min_blocks, facts.shared_per_multiprocessor // per_block))
 
 
+def wide_in_clusters(shape: Shape, facts: DeviceFacts) -> Variant | None:
+    """The wide variant where the call may be served by clusters of its blocks: then `make_plan` wants its `wide_room` too."""
+    free = shape.force_fused is None and shape.combine is None and shape.override is None
+    if free and _WIDE_ITEMS <= shape.items <= facts.multiprocessors // 2:
+        return wide_variant(shape.kv_format, facts)
+    return None
+
+
 @lru_cache(maxsize=4096)
-def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom) -> LaunchPlan:
-    """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`)."""
-    variant = choose_variant(shape.kv_format, shape.scale_layout, facts)
+def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom, wide_room: ClusterRoom = ()) -> LaunchPlan:
+    """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`), `wide_room` that for
+    `wide_in_clusters`."""
+    variant = choose_variant(shape.kv_format, facts)
     if shape.override is not None:
         return _overridden(shape)
     slots = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
     combine, splits, why = _split(shape, variant, facts, room, slots)
+    wide = wide_in_clusters(shape, facts)
+    if wide is not None and combine is not Combine.SCRATCH:
+        ranks = _largest_cluster(shape, wide, facts, wide_room)
+        if ranks > 1:
+            return LaunchPlan(wide, Combine.CLUSTER, ranks, shape.items * ranks, f"{why}; clusters of wide blocks")
     if combine is not Combine.NONE:
         return LaunchPlan(variant, combine, splits, shape.items * splits, why)
     half = facts.multiprocessors // 2
-    wide = wide_variant(shape.kv_format, shape.scale_layout, facts)
+    wide = wide_variant(shape.kv_format, facts)
     if wide is not None and half < shape.items <= facts.multiprocessors and shape.force_fused is None:
         return LaunchPlan(wide, combine, 1, shape.items, f"{why}; one item a multiprocessor, two groups")
+    dense = dense_variant(shape.kv_format, facts)
+    if dense is not None and shape.items > slots and shape.force_fused is None:
+        return LaunchPlan(dense, combine, 1, shape.items, f"{why}; three blocks a multiprocessor")
     return LaunchPlan(variant, combine, 1, min(shape.items, slots), why)
+
+
+def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom) -> int:
+    """Blocks of the largest cluster an item that all run at once; 1 where none does."""
+    tiles = shape.topk * (BLOCK_SIZE // variant.tile)
+    return max(
+        (n for n, many in room if n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors),
+        default=1,
+    )
 
 
 def _overridden(shape: Shape) -> LaunchPlan:
     assert shape.override is not None
     *config, splits, blocks = shape.override
-    variant = Variant(shape.kv_format, shape.scale_layout, *config)
+    variant = Variant(shape.kv_format, *config)
     combine = Combine.NONE if splits == 1 else shape.combine or Combine.CLUSTER
     if variant.groups >= variant.stages or splits < 1 or blocks < 0:
         raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
@@ -276,10 +315,7 @@ def _split(
             if splits == 1:
                 return Combine.NONE, 1, "asked to split: one block, or no cluster that this device can hold"
             return Combine.CLUSTER, splits, f"asked to split: the largest cluster, {splits} blocks an item"
-        fitting = [
-            n for n, many in room if n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors
-        ]
-        splits = max(fitting, default=1)
+        splits = _largest_cluster(shape, variant, facts, room)
         # A long selection of few items is worth more blocks than a cluster has.
         if tiles < _LONG_SHARE * splits or 2 * shape.items * splits > facts.multiprocessors:
             combine = Combine.CLUSTER if splits > 1 else Combine.NONE
@@ -311,8 +347,6 @@ def variants_for(facts: DeviceFacts, formats: Sequence[KVFormat]) -> list[Varian
     """Every variant that a call with one of these KV formats can ask for on a device."""
     found: list[Variant] = []
     for kv_format in formats:
-        found.append(choose_variant(kv_format, ScaleLayout.NONE, facts))
-        wide = wide_variant(kv_format, ScaleLayout.NONE, facts)
-        if wide is not None:
-            found.append(wide)
+        found.append(choose_variant(kv_format, facts))
+        found += [v for v in (wide_variant(kv_format, facts), dense_variant(kv_format, facts)) if v is not None]
     return found

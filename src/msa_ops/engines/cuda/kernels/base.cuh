@@ -1,13 +1,12 @@
 // Names for the instructions that CUDA C++ has no word for. Header-free: NVRTC compiles the concatenation of these files.
 //
 // Compile-time choices, set by compile.py with -D:
-//   KV_FORMAT     KV_BF16, KV_FP16, KV_FP8 or KV_NVFP4
-//   SCALE_PLANAR  NVFP4 only: 1 for the planar page's scale regions, 0 for the 128x4 tiled layout
-//   GROUPS        groups of computing warps in a block; they take the tiles of an item in turn
-//   WARPS         warps of a group; each owns 128 / WARPS output dims, and TILE / WARPS keys of the scores
-//   TILE          keys of a tile (128 or 64)
-//   STAGES        tiles in the copy ring
-//   MIN_BLOCKS    blocks per multiprocessor that the registers must allow
+//   KV_FORMAT   KV_BF16, KV_FP16, KV_FP8 or KV_NVFP4
+//   GROUPS      groups of computing warps in a block; they take the tiles of an item in turn
+//   WARPS       warps of a group; each owns 128 / WARPS output dims, and TILE / WARPS keys of the scores
+//   TILE        keys of a tile (128 or 64)
+//   STAGES      tiles in the copy ring
+//   MIN_BLOCKS  blocks per multiprocessor that the registers must allow
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -24,6 +23,9 @@ typedef long long i64;
 #endif
 #if __CUDA_ARCH__ >= 890
 #define HAS_E4M3_CVT 1 // cvt.rn.f16x2.e4m3x2
+#endif
+#if __CUDA_ARCH__ >= 1000 && (defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__))
+#define HAS_E2M1_CVT 1 // cvt.rn.f16x2.e2m1x2, on the `a` and `f` targets alone
 #endif
 
 #define DEVICE static __device__ __forceinline__
@@ -42,6 +44,19 @@ constexpr bool PRODUCT_BF16 = KV_FORMAT == KV_BF16; // operand type of the produ
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+
+// Brings every line of the launch's arguments into the constant cache: met one by one, each costs a read from memory.
+template <typename T> DEVICE void touch(const T &arguments) {
+#pragma unroll
+  for (int i = 0; i < (int)sizeof(T) / 64; i++) asm volatile("" ::"r"(((const u32 *)&arguments)[i * 16]));
+}
+
+// Reads past the compiler: what the previous kernel wrote may not be asked for early.
+DEVICE int read_global(const int *at) {
+  int x;
+  asm volatile("ld.global.b32 %0, [%1];" : "=r"(x) : "l"(at) : "memory");
+  return x;
+}
 
 // Has a pointer computed by here, not where it is first used.
 template <typename T> DEVICE void keep(T *&x) { asm volatile("" : "+l"(x)); }
@@ -70,7 +85,10 @@ DEVICE bool group_sync_or(int group, bool x) {
                : "memory");
   return any;
 }
-DEVICE void workers_sync() { asm volatile("barrier.cta.sync 15, %0;" ::"n"(WORKERS) : "memory"); }
+DEVICE void workers_sync() {
+  __syncwarp();
+  asm volatile("barrier.cta.sync.aligned 15, %0;" ::"n"(WORKERS) : "memory");
+}
 
 // Phase barriers in shared memory. A waiter names the parity of the phase it waits for, starting at 0.
 typedef u64 Barrier;
@@ -80,12 +98,10 @@ DEVICE void barrier_init(Barrier *b, u32 arrivals) {
 DEVICE void barrier_arrive(Barrier *b) {
   asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(b)) : "memory");
 }
-#ifndef HAS_CLUSTER
-// Arrives when this thread's copies so far are complete.
-DEVICE void barrier_arrive_after_copies(Barrier *b) {
+// Arrives when this thread's `cp.async` copies so far are complete.
+[[maybe_unused]] DEVICE void barrier_arrive_after_copies(Barrier *b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
-#endif
 DEVICE void barrier_wait(Barrier *b, u32 parity) {
   u32 done;
   do {
@@ -101,6 +117,15 @@ DEVICE void barrier_wait(Barrier *b, u32 parity) {
                  : "memory");
 #endif
   } while (!done);
+}
+// Whether the phase is over, without waiting; one answer for the whole warp.
+DEVICE bool barrier_test(Barrier *b, u32 parity) {
+  u32 done;
+  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
+               : "=r"(done)
+               : "r"(shared_address(b)), "r"(parity)
+               : "memory");
+  return __any_sync(~0u, done);
 }
 #ifdef HAS_CLUSTER
 // Arrives, and makes the phase wait for `bytes` more to be written by tensor copies or by peers' sends.
@@ -145,6 +170,11 @@ DEVICE u32 address_in_rank(u32 address, u32 rank) {
 }
 // Stores into a peer's shared memory; `barrier`, in the peer too, counts the bytes as they arrive. So a receiver waits for its
 // data alone: no fence on the sender's side, no second barrier of the whole cluster.
+[[maybe_unused]] DEVICE void send(u32 address, u32 barrier, float x) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
+               "r"(__float_as_uint(x)), "r"(barrier)
+               : "memory");
+}
 [[maybe_unused]] DEVICE void send(u32 address, u32 barrier, float2 x) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(x.x), "f"(x.y), "r"(barrier)
@@ -186,6 +216,20 @@ DEVICE u32 pack_product(float lo, float hi) { return PRODUCT_BF16 ? pack_bf16(lo
 DEVICE float2 unpack_fp16(u32 x) {
   float2 r;
   asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
+  return r;
+}
+DEVICE u32 multiply_fp16(u32 a, u32 b) {
+  u32 r;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+// Both halves times one half of `b`: the instruction takes it from there, which a permutation before it would not know.
+template <int HALF> DEVICE u32 multiply_fp16_by(u32 a, u32 b) {
+  u32 r;
+  if constexpr (HALF == 0)
+    asm("{.reg .b16 x, y; .reg .b32 s; mov.b32 {x, y}, %2; mov.b32 s, {x, x}; mul.rn.f16x2 %0, %1, s;}" : "=r"(r) : "r"(a), "r"(b));
+  else
+    asm("{.reg .b16 x, y; .reg .b32 s; mov.b32 {x, y}, %2; mov.b32 s, {y, y}; mul.rn.f16x2 %0, %1, s;}" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
 DEVICE float2 unpack_bf16(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }

@@ -7,7 +7,10 @@ constexpr int ROW_BYTES = KV_FORMAT == KV_NVFP4 ? 64 : KV_FORMAT == KV_FP8 ? 128
 constexpr int CHUNKS = ROW_BYTES / 16;
 constexpr int COLUMN = ROW_BYTES < 128 ? ROW_BYTES : 128;
 constexpr int SIDE_BYTES = TILE * ROW_BYTES; // K or V of a tile
-constexpr int STAGE_BYTES = 2 * SIDE_BYTES;
+constexpr bool SCALED = KV_FORMAT == KV_NVFP4;
+constexpr int SCALE_BYTES = SCALED ? TILE * 8 : 0; // block scales of K or V of a tile
+constexpr int STAGE_BYTES = 2 * (SIDE_BYTES + SCALE_BYTES); // K, V, scales of K, scales of V
+static_assert(!SCALED || TILE == BLOCK_KEYS, "the scales of a block are copied whole");
 
 // Byte offset of chunk `c` of row `r` inside K or V of a stage.
 DEVICE u32 chunk_offset(int r, int c) {
@@ -17,8 +20,12 @@ DEVICE u32 chunk_offset(int r, int c) {
     return (u32)((c >> 3) * TILE * 128 + r * 128 + (((c & 7) ^ (r & 7)) << 4));
 }
 
+// NVFP4 rows that lie one behind the other are copied two at a time, as rows of 128 bytes: half as many for the copy engine. Its
+// 128-byte swizzle then leaves the two rows of a pair in turn where bit 3 of the row number is set.
+DEVICE int paired_row(int r, int paired) { return r ^ (paired & (r >> 3) & 1); }
+
 // What the computing warps need to know of a tile in the ring.
-struct TileInfo {
+struct alignas(16) TileInfo {
   int lo, hi; // rows [lo, hi) of the tile may be attended; lo >= hi: no data came with it
   int last;   // the item's last tile for the group that takes it
 };
@@ -34,8 +41,32 @@ struct Ring {
   TileInfo info[STAGES];
 };
 
+// Block scales as they lie in a stage: a page's 1,024 bytes as they are in memory, or 8 bytes a row (gathered).
+DEVICE bool scales_gathered(const Params &p) { return p.scale_layout == SCALES_GATHERED; }
+
+// Four bytes, or zeros without reading.
+[[maybe_unused]] DEVICE void copy_word(u32 to, const u8 *from, bool used) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(used ? 4 : 0) : "memory");
+}
+
+// Scales in the 128x4 tiled layout whose rows are not one page's, or do not start on 16 bytes: word by word. A flat cache counts
+// (token, KV head) rows, so that a head's rows lie kv_heads apart.
+[[maybe_unused]] DEVICE void gather_scales(const Params &p, u32 to, const u8 *scales, const TileSource &tile, int head, int lane) {
+#pragma unroll
+  for (int i = 0; i < TILE / 32; i++) {
+    const int r = i * 32 + lane;
+    const bool used = r >= tile.info.lo && r < tile.info.hi;
+    const i64 row = p.paged ? ((i64)tile.block * p.kv_heads.value + head) * BLOCK_KEYS + r
+                            : ((i64)tile.block + tile.skip + r) * p.kv_heads.value + head;
+    const u8 *from = used ? scales + (row >> 7) * 1024 + (row & 31) * 16 + (row >> 5 & 3) * 4 : scales;
+    copy_word(to + r * 8, from, used);
+    copy_word(to + r * 8 + 4, used ? from + 512 : from, used);
+  }
+}
+
 #ifdef HAS_CLUSTER
-constexpr int FULL_ARRIVALS = 1;
+// The copy engine's bytes complete a stage; gathered scales are copies of every lane.
+DEVICE int full_arrivals(const Params &p) { return SCALED && scales_gathered(p) ? 33 : 1; }
 
 DEVICE void copy_box(u32 to, const TensorMap *map, int byte, int row, int head, int page, bool paged, u32 barrier, u64 policy) {
   if (paged)
@@ -60,9 +91,36 @@ DEVICE void clear_unused_rows(u8 *v, const TileInfo &info, int thread) {
   }
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the copy engine writes there again
 }
+
+// A page's scales of one head, 1,024 bytes.
+[[maybe_unused]] DEVICE void copy_scales(u32 to, const u8 *from, u32 barrier, u64 policy) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+               "l"(from), "n"(SCALE_BYTES), "r"(barrier), "l"(policy)
+               : "memory");
+}
 #else
-constexpr int FULL_ARRIVALS = 33; // every lane's copies, and lane 0 for the tile's description
+DEVICE int full_arrivals(const Params &) { return 33; } // every lane's copies, and lane 0 for the tile's description
 #endif
+
+// Unattended rows' scales of V become 0, because they may be NaN: every e2m1 code is finite, so the codes may stay.
+[[maybe_unused]] DEVICE void clear_unused_scales(const Params &p, u8 *scales, const TileInfo &info, int thread) {
+#pragma unroll 1
+  for (int row = thread; row < TILE; row += GROUP_THREADS) {
+    if (row >= info.lo && row < info.hi) continue;
+    if (p.scale_layout == SCALES_TILED) {
+      *(u32 *)(scales + (row & 31) * 16 + (row >> 5) * 4) = 0;
+      *(u32 *)(scales + 512 + (row & 31) * 16 + (row >> 5) * 4) = 0;
+    } else if (p.scale_layout == SCALES_PLANAR) {
+#pragma unroll
+      for (int s = 0; s < 8; s++) scales[(row >> 2) * 32 + s * 4 + (row & 3)] = 0;
+    } else {
+      *(uint2 *)(scales + row * 8) = make_uint2(0, 0);
+    }
+  }
+#ifdef HAS_CLUSTER
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the copy engine writes there again
+#endif
+}
 
 // K and V are read once: their lines leave L2 before any other. (Also what keeps a deep ring from crowding L2: kernel-notes.)
 DEVICE u64 l2_evict_first() {
@@ -92,41 +150,60 @@ DEVICE void copy_rows(u32 to, const u8 *block, i64 pitch, const TileSource &tile
 
 // Asks for one tile; the whole copying warp calls it, with the stage free.
 DEVICE void copy_tile(const Params &p, const TileSource &tile, int head, u8 *stage, Ring &ring, int slot, u64 policy, int lane) {
+  const u32 to = shared_address(stage);
+  const bool data = tile.info.lo < tile.info.hi;
 #ifdef HAS_CLUSTER
+  const bool gathered = SCALED && scales_gathered(p);
   if (lane == 0) {
-    const bool data = tile.info.lo < tile.info.hi;
-    ring.info[slot] = tile.info;
-    if (data) {
-      const u32 to = shared_address(stage);
-      const bool paged = p.paged;
-      const int row = paged ? tile.skip : tile.block + tile.skip, page = paged ? tile.block : 0;
-      barrier_expect(&ring.k_full[slot], SIDE_BYTES);
+    const bool paged = p.paged;
+    const int row = paged ? tile.skip : tile.block + tile.skip, page = paged ? tile.block : 0;
+#pragma unroll
+    for (int side = 0; side < 2; side++) {
+      Barrier *const full = side ? &ring.v_full[slot] : &ring.k_full[slot];
+      const u32 barrier = shared_address(full);
+      const u32 scales = SCALED && !gathered ? SCALE_BYTES : 0;
+      if (!side) ring.info[slot] = tile.info;
+      barrier_expect(full, data ? SIDE_BYTES + scales : 0);
+      if (!data) continue;
 #pragma unroll
       for (int column = 0; column < ROW_BYTES / COLUMN; column++)
-        copy_box(to + column * TILE * COLUMN, &p.k_map, column * COLUMN, row, head, page, paged,
-                 shared_address(&ring.k_full[slot]), policy);
-      barrier_expect(&ring.v_full[slot], SIDE_BYTES);
-#pragma unroll
-      for (int column = 0; column < ROW_BYTES / COLUMN; column++)
-        copy_box(to + SIDE_BYTES + column * TILE * COLUMN, &p.v_map, column * COLUMN, row, head, page, paged,
-                 shared_address(&ring.v_full[slot]), policy);
-    } else {
-      barrier_arrive(&ring.k_full[slot]);
-      barrier_arrive(&ring.v_full[slot]);
+        copy_box(to + side * SIDE_BYTES + column * TILE * COLUMN, side ? &p.v_map : &p.k_map, column * COLUMN, row, head, page,
+                 paged, barrier, policy);
+      if (scales)
+        copy_scales(to + 2 * SIDE_BYTES + side * SCALE_BYTES,
+                    side ? p.v_scale + page * p.vs_page + head * p.vs_head : p.k_scale + page * p.ks_page + head * p.ks_head,
+                    barrier, policy);
     }
   }
+  if (gathered) {
+    if (data) gather_scales(p, to + 2 * SIDE_BYTES, p.k_scale, tile, head, lane);
+    barrier_arrive_after_copies(&ring.k_full[slot]);
+    if (data) gather_scales(p, to + 2 * SIDE_BYTES + SCALE_BYTES, p.v_scale, tile, head, lane);
+    barrier_arrive_after_copies(&ring.v_full[slot]);
+  }
 #else
-  const i64 k_block = p.paged ? tile.block * p.k_page : tile.block * p.k_row;
-  const i64 v_block = p.paged ? tile.block * p.v_page : tile.block * p.v_row;
-  const u32 to = shared_address(stage);
-  copy_rows(to, p.k + head * p.k_head + k_block, p.k_row, tile, lane);
-  barrier_arrive_after_copies(&ring.k_full[slot]);
-  copy_rows(to + SIDE_BYTES, p.v + head * p.v_head + v_block, p.v_row, tile, lane);
-  barrier_arrive_after_copies(&ring.v_full[slot]);
-  if (lane == 0) {
-    ring.info[slot] = tile.info;
-    barrier_arrive(&ring.k_full[slot]);
-    barrier_arrive(&ring.v_full[slot]);
+#pragma unroll
+  for (int side = 0; side < 2; side++) {
+    Barrier *const full = side ? &ring.v_full[slot] : &ring.k_full[slot];
+    const i64 pitch = side ? p.v_row : p.k_row;
+    const u8 *block = side ? p.v + head * p.v_head + tile.block * (p.paged ? p.v_page : p.v_row)
+                           : p.k + head * p.k_head + tile.block * (p.paged ? p.k_page : p.k_row);
+    copy_rows(to + side * SIDE_BYTES, block, pitch, tile, lane);
+    if constexpr (SCALED) {
+      const u32 scales = to + 2 * SIDE_BYTES + side * SCALE_BYTES;
+      const u8 *from = side ? p.v_scale : p.k_scale;
+      if (!data) {
+      } else if (scales_gathered(p)) {
+        gather_scales(p, scales, from, tile, head, lane);
+      } else {
+        from += tile.block * (side ? p.vs_page : p.ks_page) + head * (side ? p.vs_head : p.ks_head);
+#pragma unroll
+        for (int i = lane; i < SCALE_BYTES / 16; i += 32) copy_chunk(scales + i * 16, from + i * 16, 16);
+      }
+    }
+    if (!side && lane == 0) ring.info[slot] = tile.info;
+    barrier_arrive_after_copies(full);
+    if (lane == 0) barrier_arrive(full);
   }
 #endif
 }

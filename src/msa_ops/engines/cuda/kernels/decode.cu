@@ -16,15 +16,18 @@ struct Shared {
   Ring ring;
   Barrier arrival; // cluster: counts what peers have sent here
   GroupShared group[GROUPS];
-  alignas(8) float peer_state[GROUPS * ROWS][2]; // [rank][group][own row], maximum and sum
+  // [rank][group][own row]: the base of each row that this block owns, and every warp's part of its sum.
+  float peer_base[GROUPS * ROWS];
+  alignas(16) float peer_sum[GROUPS * ROWS][WARPS];
 };
+constexpr int PEER_BYTES = GROUPS * ROWS * (HEAD_DIM + WARPS + 1) * 4; // what a block of a cluster receives, its own included
 
 static_assert(GROUPS < STAGES, "a group holds a tile while it waits for its next");
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
 
 struct RowTotals {
-  float maximum[2], sum[2];
+  float base[2], sum[2];
 };
 
 DEVICE i64 output_row(const Params &p, const Item &item, int row) {
@@ -35,10 +38,19 @@ DEVICE void store_output(const Params &p, i64 row, int dim, float a, float b) {
   *(u32 *)((u16 *)p.out + row * HEAD_DIM + dim) = p.query_type == QUERY_FP16 ? pack_fp16(a, b) : pack_bf16(a, b);
 }
 
-DEVICE float output_factor(const Params &p) { return p.output_scale * KV_FACTOR * (p.v_global ? *p.v_global : 1.f); }
+DEVICE void store_output(const Params &p, i64 row, int dim, float a) {
+  const u32 x = p.query_type == QUERY_FP16 ? pack_fp16(a, a) : pack_bf16(a, a);
+  ((u16 *)p.out)[row * HEAD_DIM + dim] = (u16)x;
+}
 
-DEVICE void store_lse(const Params &p, i64 row, float maximum, float sum) {
-  if (p.lse) p.lse[row] = sum > 0.f ? (maximum + log2_approx(sum)) * 0.693147180559945f : NEG_INF;
+// What an output in units of V is multiplied with. It may be as large as float32 goes: nothing but an output meets it.
+DEVICE float output_factor(const Params &p) { return p.output_scale * (p.v_global ? *p.v_global : 1.f); }
+
+// What an unnormalised sum of weights times widened V is multiplied with to be in units of V; 0 where there was no key.
+DEVICE float normaliser(float sum) { return sum > 0.f ? __fdividef(KV_FACTOR, sum) : 0.f; }
+
+DEVICE void store_lse(const Params &p, i64 row, float base, float sum) {
+  if (p.lse) p.lse[row] = sum > 0.f ? (base + log2_approx(sum)) * 0.693147180559945f : NEG_INF;
 }
 
 // The sums of a row over a group's warps; every thread gets its two rows'.
@@ -46,15 +58,13 @@ DEVICE RowTotals total_rows(const Softmax &softmax, float (*sums)[ROWS], int gro
   RowTotals t;
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    float s = softmax.sum[r];
-    s += __shfl_xor_sync(~0u, s, 1);
-    s += __shfl_xor_sync(~0u, s, 2);
+    const float s = softmax.warp_sum(r);
     if ((lane & 3) == 0) sums[warp][(lane >> 2) + 8 * r] = s;
   }
   group_sync(group);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
-    t.maximum[r] = softmax.maximum[r];
+    t.base[r] = softmax.base[r];
     t.sum[r] = 0.f;
 #pragma unroll
     for (int w = 0; w < WARPS; w++) t.sum[r] += sums[w][(lane >> 2) + 8 * r];
@@ -62,20 +72,15 @@ DEVICE RowTotals total_rows(const Softmax &softmax, float (*sums)[ROWS], int gro
   return t;
 }
 
-// Where partial results of an item meet. A cluster of `ranks` blocks (1: no cluster) shares the rows of an item: block `r` owns
-// rows [r * own, (r + 1) * own), and receives them from all groups of all ranks. `peers` is [rank][group][own row][dim], its
-// 16-byte groups permuted by row against bank conflicts.
-struct Meeting {
-  int ranks, rank, own_log2;
+// Where partial results of an item meet. A cluster of RANKS blocks (1: no cluster) shares the rows of an item: block `r` owns
+// rows [r * OWN, (r + 1) * OWN), and receives them from all groups of all ranks. `peers` is [rank][group][own row][dim], its
+// 16-byte groups permuted by row against bank conflicts. Sizes are known to the compiler, because this code runs once a block and
+// every instruction of it is on the way from the last tile to the end.
+template <int RANKS> struct Meeting {
+  static constexpr int OWN = ROWS / RANKS, PARTS = RANKS * GROUPS; // PARTS: results that meet in a row
+  int rank;
 
-  DEVICE_MEMBER Meeting(const Params &p, int rank_) {
-    ranks = p.combine == COMBINE_CLUSTER ? p.splits.value : 1; // a power of two up to ROWS
-    rank = p.combine == COMBINE_CLUSTER ? rank_ : 0;
-    own_log2 = 4 - (__ffs(ranks) - 1);
-  }
-  DEVICE_MEMBER int own() const { return 1 << own_log2; }
-  DEVICE_MEMBER int owner(int row) const { return row >> own_log2; }
-  DEVICE_MEMBER int slot(int from, int own_row) const { return (from << own_log2) + own_row; }
+  static DEVICE_MEMBER int slot(int from, int own_row) { return from * OWN + own_row; }
   static DEVICE_MEMBER int permuted(int slot, int dim) { return (((dim >> 2) ^ (slot & 7)) << 2) + (dim & 3); }
 
   // This group's output and totals to the rows' owners.
@@ -84,74 +89,120 @@ struct Meeting {
     const int from = rank * GROUPS + group;
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = (lane >> 2) + 8 * r, at = slot(from, row & (own() - 1));
+      const int row = (lane >> 2) + 8 * r, at = slot(from, row % OWN);
+      const Receiver to(shared, row / OWN);
 #pragma unroll
       for (int i = 0; i < OUT_VECTORS; i++) {
         OutVector x;
         output_vector(o, i, r, x);
-        float *to = peers + at * HEAD_DIM + permuted(at, vector_dim(warp, lane, i));
+        float *place = peers + at * HEAD_DIM + permuted(at, vector_dim(warp, lane, i));
         if constexpr (OUT_VECTOR == 4)
-          put(to, make_float4(x[0], x[1], x[2], x[3]), owner(row), shared);
+          to.put(place, make_float4(x[0], x[1], x[2], x[3]));
         else
-          put(to, make_float2(x[0], x[1]), owner(row), shared);
+          to.put(place, make_float2(x[0], x[1]));
       }
-    }
-    const RowTotals t = total_rows(softmax, shared.group[group].by_warp, group, warp, lane);
-    if (warp == 0 && (lane & 3) == 0) {
-#pragma unroll
-      for (int r = 0; r < 2; r++) {
-        const int row = (lane >> 2) + 8 * r;
-        put((float *)shared.peer_state[slot(from, row & (own() - 1))], make_float2(t.maximum[r], t.sum[r]), owner(row), shared);
-      }
+      const float sum = softmax.warp_sum(r);
+      if ((lane & 3) == 0) to.put(&shared.peer_sum[at][warp], sum);
+      if ((lane & 3) == 1 && warp == 0) to.put(&shared.peer_base[at], softmax.base[r]);
     }
   }
 
-  template <typename T> DEVICE_MEMBER void put(float *to, T x, int to_rank, Shared &shared) const {
+  // Another block of the cluster, or this one.
+  struct Receiver {
+    u32 offset, barrier; // from an address here to the same there
+
+    DEVICE_MEMBER Receiver(Shared &shared, int to) {
 #ifdef HAS_CLUSTER
-    if (ranks > 1) {
-      send(address_in_rank(shared_address(to), to_rank), address_in_rank(shared_address(&shared.arrival), to_rank), x);
-      return;
-    }
-#endif
-    *(T *)to = x;
-  }
-
-  // Merges the rows that this block owns and stores them: the result, or the partial result of `share` (scratch).
-  DEVICE_MEMBER void merge(const Params &p, const Item &item, const float *peers, const float (*state)[2], i64 share) const {
-    for (int e = threadIdx.x; e < own() * (HEAD_DIM / 4); e += WORKERS) {
-      const int mine = e / (HEAD_DIM / 4), dim = e % (HEAD_DIM / 4) * 4, row = rank * own() + mine;
-      if (row >= item.rows) continue;
-      const int parts = ranks * GROUPS;
-      float maximum = NEG_INF, sum = 0.f, x[4] = {};
-#pragma unroll 2
-      for (int c = 0; c < parts; c++) maximum = fmaxf(maximum, state[slot(c, mine)][0]);
-      const float from = maximum == NEG_INF ? 0.f : maximum;
-#pragma unroll 2
-      for (int c = 0; c < parts; c++) {
-        const int at = slot(c, mine);
-        const float2 s = *(const float2 *)state[at];
-        const float4 y = *(const float4 *)(peers + at * HEAD_DIM + permuted(at, dim));
-        const float weight = exp2_approx(s.x - from);
-        sum = fmaf(s.y, weight, sum);
-        x[0] = fmaf(y.x, weight, x[0]), x[1] = fmaf(y.y, weight, x[1]);
-        x[2] = fmaf(y.z, weight, x[2]), x[3] = fmaf(y.w, weight, x[3]);
+      if constexpr (RANKS > 1) {
+        const u32 here = shared_address(&shared.arrival);
+        barrier = address_in_rank(here, to);
+        offset = barrier - here;
       }
-      const float scale = sum > 0.f ? __fdividef(p.combine == COMBINE_SCRATCH ? 1.f : output_factor(p), sum) : 0.f;
+#endif
+    }
+    template <typename T> DEVICE_MEMBER void put(float *to, T x) const {
+#ifdef HAS_CLUSTER
+      if constexpr (RANKS > 1) {
+        send(shared_address(to) + offset, barrier, x);
+        return;
+      }
+#endif
+      *(T *)to = x;
+    }
+  };
+
+  // Merges the rows that this block owns and stores them: the result, or the partial result of `share` (scratch). A warp has one
+  // row at a time: its lanes first each take one part's weight, then DIMS dims each. Few rows are spread over all warps.
+  DEVICE_MEMBER void merge(const Params &p, const Item &item, const float *peers, const Shared &shared, i64 share, int lane) const {
+    constexpr int DIMS = OWN * (HEAD_DIM / 4) < WORKERS ? 1 : 4;
+    constexpr int THREADS_A_ROW = HEAD_DIM / DIMS;
+    const float factor = RANKS == 1 && p.combine == COMBINE_SCRATCH ? 1.f : output_factor(p);
 #pragma unroll
-      for (int i = 0; i < 4; i++) x[i] = sum > 0.f ? x[i] * scale : 0.f;
-      if (p.combine == COMBINE_SCRATCH) {
-        const i64 line = share * ROWS + row;
-        store_partial(p, line * HEAD_DIM + dim, x[0], x[1]);
-        store_partial(p, line * HEAD_DIM + dim + 2, x[2], x[3]);
-        if (dim == 0) ((float2 *)p.partial_state)[line] = make_float2(maximum, sum);
+    for (int e = 0; e < OWN * THREADS_A_ROW; e += WORKERS) {
+      const int place = e + threadIdx.x, mine = place / THREADS_A_ROW, dim = place % THREADS_A_ROW * DIMS;
+      const int row = rank * OWN + mine;
+      if (row >= item.rows || (OWN * THREADS_A_ROW % WORKERS && mine >= OWN)) continue; // the same for the whole warp
+      const int part = slot(lane & (PARTS - 1), mine);
+      const float part_base = shared.peer_base[part];
+      float x[DIMS] = {}, y[PARTS][DIMS];
+#pragma unroll
+      for (int c = 0; c < PARTS; c++) {
+        const int at = slot(c, mine);
+        const float *from = peers + at * HEAD_DIM + permuted(at, dim);
+        if constexpr (DIMS == 4)
+          *(float4 *)y[c] = *(const float4 *)from;
+        else
+          y[c][0] = *from;
+      }
+      float sum = 0.f, base = part_base;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) sum += shared.peer_sum[part][w];
+#pragma unroll
+      for (int d = PARTS / 2; d >= 1; d >>= 1) base = fmaxf(base, __shfl_xor_sync(~0u, base, d));
+      const float weight = exp2_approx(part_base - (base == NEG_INF ? 0.f : base));
+      sum *= weight;
+#pragma unroll
+      for (int c = 0; c < PARTS; c++) {
+        const float w = __shfl_sync(~0u, weight, c);
+#pragma unroll
+        for (int i = 0; i < DIMS; i++) x[i] = fmaf(y[c][i], w, x[i]);
+      }
+#pragma unroll
+      for (int d = PARTS / 2; d >= 1; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
+      const float scale = normaliser(sum);
+#pragma unroll
+      for (int i = 0; i < DIMS; i++) x[i] = sum > 0.f ? x[i] * scale * factor : 0.f;
+      if (RANKS == 1 && p.combine == COMBINE_SCRATCH) {
+        const i64 at = share * ROWS + row;
+        if constexpr (DIMS == 4) {
+          store_partial(p, at * HEAD_DIM + dim, x[0], x[1]);
+          store_partial(p, at * HEAD_DIM + dim + 2, x[2], x[3]);
+        }
+        if (dim == 0) ((float2 *)p.partial_state)[at] = make_float2(base, sum);
       } else {
         const i64 at = output_row(p, item, row);
-        store_output(p, at, dim, x[0], x[1]), store_output(p, at, dim + 2, x[2], x[3]);
-        if (dim == 0) store_lse(p, at, maximum, sum);
+        if constexpr (DIMS == 4)
+          store_output(p, at, dim, x[0], x[1]), store_output(p, at, dim + 2, x[2], x[3]);
+        else
+          store_output(p, at, dim, x[0]);
+        if (dim == 0) store_lse(p, at, base, sum);
       }
     }
   }
 };
+
+#ifdef HAS_CLUSTER
+// The end of a cluster's only item.
+template <int RANKS>
+DEVICE void meet_in_cluster(const Params &p, const Item &item, const Output &o, const Softmax &softmax, float *peers, Shared &shared,
+                            int rank, int group, int warp, int lane) {
+  const Meeting<RANKS> meeting = {rank};
+  cluster_wait(); // all blocks of the cluster have started: their shared memory may be written
+  meeting.give(o, softmax, peers, shared, group, warp, lane);
+  barrier_wait_for_peers(&shared.arrival, 0);
+  meeting.merge(p, item, peers, shared, 0, lane);
+}
+#endif
 
 // One group had all of a share: its result goes from registers to memory, or as the partial result of `share` (scratch).
 DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, const Softmax &softmax, GroupShared &mine, i64 share,
@@ -163,14 +214,14 @@ DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, con
   for (int r = 0; r < 2; r++) {
     const int row = (lane >> 2) + 8 * r;
     if (row >= item.rows) continue;
-    const float scale = t.sum[r] > 0.f ? __fdividef(factor, t.sum[r]) : 0.f;
+    const float scale = normaliser(t.sum[r]);
     const i64 at = scratch ? share * ROWS + row : output_row(p, item, row);
 #pragma unroll
     for (int i = 0; i < OUT_VECTORS; i++) {
       OutVector x;
       output_vector(o, i, r, x);
 #pragma unroll
-      for (int e = 0; e < OUT_VECTOR; e++) x[e] = t.sum[r] > 0.f ? x[e] * scale : 0.f;
+      for (int e = 0; e < OUT_VECTOR; e++) x[e] = t.sum[r] > 0.f ? x[e] * scale * factor : 0.f;
       const int dim = vector_dim(warp, lane, i);
 #pragma unroll
       for (int e = 0; e < OUT_VECTOR; e += 2) {
@@ -182,27 +233,32 @@ DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, con
     }
     if (warp == 0 && (lane & 3) == 0) {
       if (scratch)
-        ((float2 *)p.partial_state)[at] = make_float2(t.maximum[r], t.sum[r]);
+        ((float2 *)p.partial_state)[at] = make_float2(t.base[r], t.sum[r]);
       else
-        store_lse(p, at, t.maximum[r], t.sum[r]);
+        store_lse(p, at, t.base[r], t.sum[r]);
     }
   }
 }
 
-// From the raw scores of a tile to its weights in shared memory, ready for all warps of the group. `fresh`: its first tile of the item.
-DEVICE void weigh_tile(Scores &s, const TileInfo &info, Ring &ring, const RingPosition<STAGES> &at, u8 *v, u32 weights,
-                       float (*by_warp)[ROWS], bool fresh, Softmax &softmax, Output &o, int group, int warp, int lane) {
+// From the raw scores of a tile to its weights in shared memory, ready for all warps of the group. `fresh`: its first tile of the
+// item. `stage` is where the tile lies.
+DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &ring, const RingPosition<STAGES> &at, u8 *stage,
+                       u32 weights, float (*by_warp)[ROWS], bool fresh, Softmax &softmax, Output &o, int group, int warp,
+                       int lane) {
   float largest[2], added[2];
   softmax.mask(s, info, warp, lane, largest);
   if ((lane & 3) == 0) by_warp[warp][lane >> 2] = largest[0], by_warp[warp][(lane >> 2) + 8] = largest[1];
   if (!fresh) softmax.write_weights(s, weights, added);
-#ifdef HAS_CLUSTER
   if (info.lo > 0 || info.hi < TILE) {
+#ifdef HAS_CLUSTER
     barrier_wait(&ring.v_full[at.slot], at.parity);
-    clear_unused_rows(v, info, warp * 32 + lane);
-  }
+    if (!SCALED) clear_unused_rows(stage + SIDE_BYTES, info, warp * 32 + lane);
+#else
+    if (SCALED) barrier_wait(&ring.v_full[at.slot], at.parity);
 #endif
-  if (group_sync_or(group, fresh || softmax.outgrown(largest))) { // rare after the first tile: weights from a new maximum
+    if (SCALED) clear_unused_scales(p, stage + 2 * SIDE_BYTES + SCALE_BYTES, info, warp * 32 + lane);
+  }
+  if (group_sync_or(group, fresh || softmax.outgrown(largest))) { // rare after the first tile: weights from a new base
     softmax.raise(&by_warp[0][0], lane, o);
     softmax.write_weights(s, weights, added);
     group_sync(group);
@@ -214,12 +270,17 @@ DEVICE void weigh_tile(Scores &s, const TileInfo &info, Ring &ring, const RingPo
 // group that would get none gets a mark without data.
 DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u32 stride, int rank, int lane) {
   RingPosition<STAGES> at;
+  int unused = STAGES; // stages that nothing was copied into yet
   const int splits = p.splits.value;
   const u64 policy = l2_evict_first();
   auto copy = [&](const TileSource &tile, int head) {
-    // One lane waits for all: a lane that lagged by two rounds would see the parity it waits for pass by.
-    if (lane == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1);
-    __syncwarp();
+    if (unused > 0) {
+      unused--;
+    } else {
+      // One lane waits for all: a lane that lagged by two rounds would see the parity it waits for pass by.
+      if (lane == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1);
+      __syncwarp();
+    }
     copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, policy, lane);
     at.advance(1);
   };
@@ -244,9 +305,8 @@ DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u
         const int skip = i % PER_BLOCK * TILE;
         const bool last = base + LIST >= p.topk && i + GROUPS * splits >= tiles;
         marked += last;
-        copy({__shfl_sync(~0u, block, i / PER_BLOCK), skip,
-              {__shfl_sync(~0u, lo, i / PER_BLOCK) - skip, __shfl_sync(~0u, hi, i / PER_BLOCK) - skip, last}},
-             item.head);
+        const int range = __shfl_sync(~0u, lo | hi << 16, i / PER_BLOCK);
+        copy({__shfl_sync(~0u, block, i / PER_BLOCK), skip, {(range & 0xffff) - skip, (range >> 16) - skip, last}}, item.head);
       }
     }
     for (; marked < GROUPS; marked++) copy({0, 0, {0, 0, true}}, item.head);
@@ -263,15 +323,19 @@ DEVICE void release_tile(Ring &ring, const RingPosition<STAGES> &at, int lane) {
   if (lane == 0) barrier_arrive(&ring.empty[at.slot]);
 }
 
+#ifndef EARLY
+#define EARLY true
+#endif
+
 // A computing group's part.
-DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weights, float *peers, u32 first, u32 stride,
-                          int rank, int group, int warp, int lane) {
+DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weights, float *peers, u8 *value_scales, u32 first,
+                          u32 stride, int rank, int group, int warp, int lane) {
   RingPosition<STAGES> at;
   at.advance(group);
   weights += group * 2 * WEIGHT_BYTES;
+  value_scales += (group * WARPS + warp) * VALUE_SCALE_BYTES;
   GroupShared &mine = shared.group[group];
-  const LaneOffsets offsets(warp, lane);
-  const Meeting meeting(p, rank);
+  const LaneOffsets offsets(p, warp, lane);
   u32 turn = 0;
   for (u32 index = first; index < p.items; index += stride) {
     const Item item(p, index);
@@ -281,9 +345,9 @@ DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weigh
 #endif
       wait_for_previous_kernel();
     }
-    QueryRows rows;
+    QueryRows rows = {};
     rows.load(p, item, warp * 32 + lane);
-    const float scale = p.scale_log2 * KV_FACTOR * (p.k_global ? *p.k_global : 1.f);
+    const float scale = p.softmax_scale * (p.k_global ? *p.k_global : 1.f);
     // The operand takes the place of the weights that the first tile does not write.
     u8 *const operand = weights + (WEIGHT_BYTES >= QUERY_BYTES ? (turn ^ 1) * WEIGHT_BYTES : 0);
     rows.store(p, operand, mine.row_scale, scale, warp * 32 + lane);
@@ -294,39 +358,48 @@ DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weigh
     Softmax softmax;
     softmax.reset(mine.row_scale, lane);
     Output o = {};
-    bool last = false;
-    // The scores of the next tile are taken before the output of this one: two independent chains of products at a time.
-    Scores s;
-    TileInfo info = next_tile(shared.ring, at);
-    if (info.lo < info.hi) score_tile(shared_address(stages) + at.slot * STAGE_BYTES + offsets.k, q, s);
-    for (bool fresh = true; info.lo < info.hi; fresh = false) {
+    bool fresh = true, held = false, last = false; // held: a tile whose output is not taken yet; last: it is the item's last
+    RingPosition<STAGES> next = at;
+    const auto take_output = [&] {
       u8 *const v = stages + at.slot * STAGE_BYTES + SIDE_BYTES;
-      const u32 now = shared_address(weights) + turn * WEIGHT_BYTES;
-      weigh_tile(s, info, shared.ring, at, v, now + offsets.write, mine.by_warp, fresh, softmax, o, group, warp, lane);
-      RingPosition<STAGES> next = at;
-      next.advance(GROUPS);
-      last = info.last;
-      info = {0, 0, 1};
-      if (!last) {
-        info = next_tile(shared.ring, next);
-        if (info.lo < info.hi) score_tile(shared_address(stages) + next.slot * STAGE_BYTES + offsets.k, q, s);
-      }
       barrier_wait(&shared.ring.v_full[at.slot], at.parity);
-      output_tile(shared_address(v) + offsets.v, now + offsets.read, o);
+      if constexpr (SCALED) widen_value_scales(p, v + SIDE_BYTES + SCALE_BYTES, value_scales, warp, lane);
+      output_tile(shared_address(v) + offsets.v, shared_address(weights) + turn * WEIGHT_BYTES + offsets.read, value_scales, lane, o);
       turn ^= 1;
       release_tile(shared.ring, at, lane);
-      at = next;
+      at = next, held = false;
+    };
+    // While data waits for the warps, the scores of the next tile are taken before the output of the one held: two independent
+    // chains of products at a time. While the warps wait for data, the output is out of the way when it comes.
+    while (true) {
+      TileInfo info = {0, 0, 1};
+      u8 *const stage = stages + next.slot * STAGE_BYTES;
+      Scores s;
+      if (EARLY && held && !last && !barrier_test(&shared.ring.k_full[next.slot], next.parity)) take_output();
+      if (!last) {
+        info = next_tile(shared.ring, next);
+        if (info.lo < info.hi)
+          score_tile(shared_address(stage) + offsets.k, stage + 2 * SIDE_BYTES, offsets, q, lane, s);
+      }
+      if (held) take_output();
+      if (info.lo >= info.hi) break;
+      weigh_tile(p, s, info, shared.ring, next, stage, shared_address(weights) + turn * WEIGHT_BYTES + offsets.write, mine.by_warp,
+                 fresh, softmax, o, group, warp, lane);
+      fresh = false, held = true, last = info.last;
+      next.advance(GROUPS);
     }
     if (!last) { // a mark without data
       release_tile(shared.ring, at, lane);
       at.advance(GROUPS);
     }
 #ifdef HAS_CLUSTER
-    if (meeting.ranks > 1) {
-      cluster_wait(); // all blocks of the cluster have started: their shared memory may be written
-      meeting.give(o, softmax, peers, shared, group, warp, lane);
-      barrier_wait_for_peers(&shared.arrival, 0);
-      meeting.merge(p, item, peers, shared.peer_state, 0);
+    if (p.combine == COMBINE_CLUSTER) {
+      switch (p.splits.value) {
+      case 2: meet_in_cluster<2>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
+      case 4: meet_in_cluster<4>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
+      case 8: meet_in_cluster<8>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
+      default: meet_in_cluster<16>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
+      }
       return;
     }
 #endif
@@ -334,10 +407,11 @@ DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weigh
       finish_alone(p, item, o, softmax, mine, (i64)index * p.splits.value + rank, warp, lane);
       continue;
     }
+    const Meeting<1> meeting = {0};
     if (index != first) workers_sync(); // the previous item has been merged
     meeting.give(o, softmax, peers, shared, group, warp, lane);
     workers_sync();
-    meeting.merge(p, item, peers, shared.peer_state, (i64)index * p.splits.value + rank);
+    meeting.merge(p, item, peers, shared, (i64)index * p.splits.value + rank, lane);
   }
 }
 
@@ -364,20 +438,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
   extern __shared__ __align__(1024) u8 dynamic[];
   __shared__ Shared shared;
   u8 *const weights = dynamic + RING_BYTES;
-  float *const peers = (float *)(weights + GROUPS * 2 * WEIGHT_BYTES); // where partial results meet, if any do
+  u8 *const value_scales = weights + GROUPS * 2 * WEIGHT_BYTES; // NVFP4
+  float *const peers = (float *)(value_scales + GROUPS * WARPS * VALUE_SCALE_BYTES); // where partial results meet, if any do
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  touch(p);
   const u32 first = p.splits.quotient(blockIdx.x), stride = p.splits.quotient(gridDim.x); // in items
   const int rank = blockIdx.x - first * p.splits.value;
   if (warp == GROUPS * WARPS) {
     if (lane == 0) {
       for (int i = 0; i < STAGES; i++) {
-        barrier_init(&shared.ring.k_full[i], FULL_ARRIVALS);
-        barrier_init(&shared.ring.v_full[i], FULL_ARRIVALS);
+        barrier_init(&shared.ring.k_full[i], full_arrivals(p));
+        barrier_init(&shared.ring.v_full[i], full_arrivals(p));
         barrier_init(&shared.ring.empty[i], WARPS);
       }
 #ifdef HAS_CLUSTER
       barrier_init(&shared.arrival, 1);
-      if (p.combine == COMBINE_CLUSTER) barrier_expect(&shared.arrival, GROUPS * ROWS * (HEAD_DIM + 2) * 4);
+      if (p.combine == COMBINE_CLUSTER) barrier_expect(&shared.arrival, PEER_BYTES);
 #endif
       publish_barriers();
     }
@@ -393,6 +469,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
     if (p.combine == COMBINE_CLUSTER) cluster_wait();
 #endif
   } else {
-    compute_items(p, shared, dynamic, weights, peers, first, stride, rank, warp / WARPS, warp % WARPS, lane);
+    compute_items(p, shared, dynamic, weights, peers, value_scales, first, stride, rank, warp / WARPS, warp % WARPS, lane);
   }
 }

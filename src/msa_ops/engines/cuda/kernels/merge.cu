@@ -24,10 +24,9 @@ extern "C" __global__ void __launch_bounds__(128) msa_merge(const __grid_constan
     sum += weight;
     x[0] += a.x * weight, x[1] += a.y * weight, x[2] += b.x * weight, x[3] += b.y * weight;
   }
-  // A partial result is already widened to true V units but for the format's constant factor.
-  const float scale = sum > 0.f ? output_factor(p) / sum : 0.f;
+  const float scale = sum > 0.f ? 1.f / sum : 0.f, factor = output_factor(p);
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = sum > 0.f ? x[i] * scale : 0.f;
+  for (int i = 0; i < 4; i++) x[i] = sum > 0.f ? x[i] * scale * factor : 0.f;
   store_output(p, row, lane * 4, x[0], x[1]), store_output(p, row, lane * 4 + 2, x[2], x[3]);
   if (lane == 0) store_lse(p, row, maximum, sum);
 }

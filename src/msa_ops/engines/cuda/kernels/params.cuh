@@ -1,6 +1,7 @@
 // One launch's arguments; launch.py packs the same fields in the same order. Strides of q, K and V are bytes.
 enum Combine { COMBINE_NONE = 0, COMBINE_CLUSTER = 1, COMBINE_SCRATCH = 2 };
 enum QueryType { QUERY_BF16 = 0, QUERY_FP16 = 1, QUERY_FP8 = 2 };
+enum ScaleLayout { SCALES_TILED = 0, SCALES_PLANAR = 1, SCALES_GATHERED = 2 }; // how copy.cuh leaves them in a stage
 enum PartialType { PARTIAL_FP32 = 0, PARTIAL_BF16 = 1, PARTIAL_FP16 = 2, PARTIAL_FP8 = 3 };
 
 // Division by a number known at launch, for dividends below 2^31.
@@ -33,10 +34,11 @@ struct Params {
   i64 v_page, v_head, v_row;
   i64 ids_head, ids_token; // elements
   i64 table_row, lengths_step, q_offset_step; // elements
-  i64 ks_page, ks_head, vs_page, vs_head;     // planar scales, bytes
+  i64 ks_page, ks_head, vs_page, vs_head;     // a page's scales of one head, bytes
   i64 cache_rows; // pages of a paged cache, rows of a flat one
-  float scale_log2; // softmax scale * log2(e)
+  float softmax_scale;
   float output_scale;
   Divisor kv_heads, row_tiles, seqlen_q, splits;
-  int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, paged;
+  int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, paged,
+      scale_layout, k_paired, v_paired; // paired: copy.cuh
 };

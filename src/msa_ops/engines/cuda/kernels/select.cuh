@@ -40,26 +40,33 @@ struct Selection {
     largest = -1;
   }
 
-  // Everything whose address is known is asked for at once.
+  // Everything whose address is known is asked for at once. What follows the reads is on the way to the first copy: 32 bits
+  // where they are enough.
   DEVICE_MEMBER void load(const Params &p, int lane) {
-    const int first = lengths[0], next = paged ? 0 : lengths[p.lengths_step];
-    const int given = offset ? *offset : p.q_offset_int;
-    id = lane < p.topk ? ids[lane] : -1;
+    const int first = read_global(lengths);
+    id = lane < p.topk ? read_global(ids + lane) : -1;
     if (near_table)
 #pragma unroll
-      for (int i = 0; i < NEAR_ENTRIES; i++) near[i] = i * 32 + lane < p.table_width ? table[i * 32 + lane] : -1;
-    start = paged ? 0 : first;
-    length = paged ? first : (int)max(-1LL, min((i64)next - first, 0x7fffffffLL));
-    i64 end = length;
-    if (p.causal) {
-      const i64 base = offset || p.has_q_offset_int ? (i64)given : (i64)length - (i64)p.seqlen_q.value;
-      end = min(end, base + query + 1);
+      for (int i = 0; i < NEAR_ENTRIES; i++) near[i] = i * 32 + lane < p.table_width ? read_global(table + i * 32 + lane) : -1;
+    if (paged) {
+      start = 0, length = max(first, 0);
+    } else {
+      const i64 keys = (i64)read_global(lengths + p.lengths_step) - first;
+      start = first, length = (int)max(0LL, min(keys, 0x7fffffffLL));
     }
-    limit = (int)max(end, 0LL);
+    limit = length;
+    if (p.causal) {
+      if (offset || p.has_q_offset_int) {
+        const i64 end = (i64)(offset ? read_global(offset) : p.q_offset_int) + query + 1;
+        limit = (int)max(min((i64)length, end), 0LL);
+      } else {
+        limit = max(length - (int)p.seqlen_q.value + query + 1, 0); // query < seqlen_q
+      }
+    }
   }
 
   DEVICE_MEMBER int page(int block, bool valid) const {
-    if (!near_table) return valid ? table[block] : -1;
+    if (!near_table) return valid ? read_global(table + block) : -1;
     int page = -1;
 #pragma unroll
     for (int i = 0; i < NEAR_ENTRIES; i++) {
@@ -71,15 +78,15 @@ struct Selection {
 
   // True where an equal id stands at an earlier place of the row. `valid` lanes hold entries base + lane; `more` follow.
   DEVICE_MEMBER bool is_repeated(int base, bool valid, bool more, int lane) {
-    const u32 others = __ballot_sync(~0u, valid);
-    const int before = __shfl_up_sync(~0u, id, 1);
-    const bool ascending = !valid || (id > largest && (lane == 0 || (((others >> (lane - 1)) & 1) && before < id)));
+    const int before = __shfl_up_sync(~0u, valid ? id : -1, 1);
+    // Unsigned: an entry before that is not valid is larger than any id.
+    const bool ascending = !valid || (id > largest && (lane == 0 || (u32)before < (u32)id));
     bool repeated = false;
     if (!__all_sync(~0u, ascending)) {
       const u32 same = __match_any_sync(~0u, valid ? id : -1 - lane);
       repeated = (same & ((1u << lane) - 1)) != 0;
       for (int from = 0; from < base; from += LIST) {
-        const int earlier = ids[from + lane];
+        const int earlier = read_global(ids + from + lane);
         for (int i = 0; i < LIST; i++) repeated |= __shfl_sync(~0u, earlier, i) == id;
       }
     }
@@ -90,14 +97,15 @@ struct Selection {
   // Turns ids [base, base + LIST) into a list of blocks, one a lane: lane n gets the n-th block worth reading. Returns their
   // number; `block` is the page or flat row, [lo, hi) the keys of it that may be attended.
   DEVICE_MEMBER int blocks(const Params &p, int base, int lane, int &block, int &lo, int &hi) {
-    if (base > 0) id = base + lane < p.topk ? ids[base + lane] : -1;
-    const int count = length > 0 ? (length - 1) / BLOCK_KEYS + 1 : 0;
+    if (base > 0) id = base + lane < p.topk ? read_global(ids + base + lane) : -1;
+    const int count = (int)(((u32)length + (BLOCK_KEYS - 1)) / BLOCK_KEYS);
     bool valid = id >= 0 && id < (paged ? min(count, p.table_width) : count);
+    const int entry = paged ? page(id, valid) : 0; // here, so that its shuffles run beside those below
     if (is_repeated(base, valid, base + LIST < p.topk, lane)) valid = false;
     valid = valid && id * BLOCK_KEYS < limit;
     int from, begin = 0, end = valid ? min(BLOCK_KEYS, limit - id * BLOCK_KEYS) : 0;
     if (paged) {
-      from = page(id, valid);
+      from = entry;
       valid = valid && from >= 0 && from < p.cache_rows;
     } else {
       const i64 row = start + (i64)id * BLOCK_KEYS;

@@ -1,18 +1,20 @@
-// The online softmax of a block: every thread holds the running maximum of its two rows (the same in all warps) and its
-// own part of their sums. Base-2 exponents throughout.
+// The online softmax of a block: weights are 2^(score - base), with scores in units of log2. Every thread holds the base of its
+// two rows (the same in all warps) and its own part of their sums.
 struct Softmax {
   float scale[2];   // raw score to log2 units, per row; above 0 (query.cuh puts the sign into q)
-  float maximum[2]; // in log2 units; -inf until a key was seen
+  float base[2];    // the largest score when it was last raised, plus BIAS; -inf until a key was seen
   float sum[2];
 
-  // Allowed growth of a score over the running maximum before anything is rescaled: weights up to 2^8 stay far inside fp16.
+  // Allowed growth of the largest score before anything is rescaled: weights up to 2^8 stay far inside fp16.
   static constexpr float SLACK = 8.f;
+  // Weights in bf16 are taken 2^20 smaller, so that sums of the largest bf16 values stay inside float32.
+  static constexpr float BIAS = PRODUCT_BF16 ? 20.f : 0.f;
 
   DEVICE_MEMBER void reset(const float *row_scale, int lane) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       scale[r] = row_scale[(lane >> 2) + 8 * r];
-      maximum[r] = NEG_INF;
+      base[r] = NEG_INF;
       sum[r] = 0.f;
     }
   }
@@ -39,19 +41,26 @@ struct Softmax {
     }
   }
 
-  DEVICE_MEMBER bool outgrown(const float (&largest)[2]) const {
-    return largest[0] > maximum[0] + SLACK || largest[1] > maximum[1] + SLACK;
+  // The sum of row `r` over the four lanes that share it: this warp's part.
+  DEVICE_MEMBER float warp_sum(int r) const {
+    float s = sum[r];
+    s += __shfl_xor_sync(~0u, s, 1);
+    return s + __shfl_xor_sync(~0u, s, 2);
   }
 
-  // Raises the maxima to the block's and scales what was accumulated. `all` holds every warp's largest, [WARPS][ROWS].
+  DEVICE_MEMBER bool outgrown(const float (&largest)[2]) const {
+    return largest[0] > base[0] + (SLACK - BIAS) || largest[1] > base[1] + (SLACK - BIAS);
+  }
+
+  // Raises the bases to the block's largest scores and scales what was accumulated. `all` holds every warp's largest, [WARPS][ROWS].
   DEVICE_MEMBER void raise(const float *all, int lane, Output &o) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float now = maximum[r];
+      float now = base[r];
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) now = fmaxf(now, all[w * ROWS + (lane >> 2) + 8 * r]);
-      const float factor = now == NEG_INF ? 1.f : exp2_approx(maximum[r] - now);
-      maximum[r] = now;
+      for (int w = 0; w < WARPS; w++) now = fmaxf(now, all[w * ROWS + (lane >> 2) + 8 * r] + BIAS);
+      const float factor = now == NEG_INF ? 1.f : exp2_approx(base[r] - now);
+      base[r] = now;
       sum[r] *= factor;
 #pragma unroll
       for (int d = 0; d < DIM_TILES; d++) o[d][2 * r] *= factor, o[d][2 * r + 1] *= factor;
@@ -62,7 +71,7 @@ struct Softmax {
   DEVICE_MEMBER void write_weights(const Scores &s, u32 weights, float (&added)[2]) const {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const float from = maximum[r] == NEG_INF ? 0.f : maximum[r];
+      const float from = base[r] == NEG_INF ? 0.f : base[r];
       added[r] = 0.f;
 #pragma unroll
       for (int n = 0; n < KEY_TILES; n++) {

@@ -20,7 +20,74 @@ constexpr float FP8_FACTOR = 1.f;
 #else
 constexpr float FP8_FACTOR = 256.f;
 #endif
-constexpr float KV_FACTOR = KV_FORMAT == KV_FP8 ? FP8_FACTOR : 1.f;
+
+// NVFP4. A word of eight e2m1 codes, element 0 in the lowest nibble, widens to four fp16 pairs; NVFP4_FACTOR undoes the power of
+// two that is left in them. Their products with an e4m3 block scale have at most 6 significant bits and stay multiples of
+// fp16's smallest step below its largest value: exact.
+#ifdef HAS_E2M1_CVT
+constexpr float NVFP4_FACTOR = 1.f;
+DEVICE void widen_fp4_bytes(u32 x, u32 (&r)[4]) { // pair i: elements 2i, 2i + 1
+  asm("{.reg .b8 a, b, c, d; mov.b32 {a, b, c, d}, %4; cvt.rn.f16x2.e2m1x2 %0, a; cvt.rn.f16x2.e2m1x2 %1, b;"
+      "cvt.rn.f16x2.e2m1x2 %2, c; cvt.rn.f16x2.e2m1x2 %3, d;}"
+      : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+      : "r"(x));
+}
+#else
+// The magnitude of e2m1 moved under fp16's exponent is the value times 2^-14. It and the sign lie in the upper byte, so that four
+// elements are made at a time, as bytes: elements 0, 2, 4, 6 (`even`) and 1, 3, 5, 7 (`odd`).
+constexpr float NVFP4_FACTOR = 16384.f;
+DEVICE void widen_fp4_bytes(u32 x, u32 &even, u32 &odd) {
+  even = ((x << 4) & 0x80808080u) | ((x << 1) & 0x0e0e0e0eu);
+  odd = (x & 0x80808080u) | ((x >> 3) & 0x0e0e0e0eu);
+}
+#endif
+
+// A word of K: the pairs of elements are whatever comes cheapest, and `pair_fp4_query` brings the query into the same order.
+DEVICE void widen_fp4_keys(u32 x, u32 (&r)[4]) {
+#ifdef HAS_E2M1_CVT
+  widen_fp4_bytes(x, r); // (0, 1), (2, 3), (4, 5), (6, 7)
+#else
+  u32 even, odd; // (0, 2), (4, 6), (1, 3), (5, 7)
+  widen_fp4_bytes(x, even, odd);
+  r[0] = __byte_perm(even, 0, 0x1404), r[1] = __byte_perm(even, 0, 0x3424);
+  r[2] = __byte_perm(odd, 0, 0x1404), r[3] = __byte_perm(odd, 0, 0x3424);
+#endif
+}
+
+// Neighbouring pairs (0, 1), (2, 3), (4, 5), (6, 7) of a query to the pairs of `widen_fp4_keys`.
+DEVICE void pair_fp4_query(const u32 (&w)[4], u32 (&r)[4]) {
+#ifdef HAS_E2M1_CVT
+  r[0] = w[0], r[1] = w[1], r[2] = w[2], r[3] = w[3];
+#else
+  r[0] = __byte_perm(w[0], w[1], 0x5410), r[1] = __byte_perm(w[2], w[3], 0x5410);
+  r[2] = __byte_perm(w[0], w[1], 0x7632), r[3] = __byte_perm(w[2], w[3], 0x7632);
+#endif
+}
+
+// Words of V hold elements 0..3 of two keys, one key a half: pair i is element i of both keys.
+DEVICE void widen_fp4_values(u32 x, u32 (&r)[4]) {
+#ifdef HAS_E2M1_CVT
+  u32 y[4];
+  widen_fp4_bytes(x, y);
+  r[0] = __byte_perm(y[0], y[2], 0x5410), r[1] = __byte_perm(y[0], y[2], 0x7632);
+  r[2] = __byte_perm(y[1], y[3], 0x5410), r[3] = __byte_perm(y[1], y[3], 0x7632);
+#else
+  u32 even, odd;
+  widen_fp4_bytes(x, even, odd);
+  r[0] = __byte_perm(even, 0, 0x2404), r[1] = __byte_perm(odd, 0, 0x2404);
+  r[2] = __byte_perm(even, 0, 0x3414), r[3] = __byte_perm(odd, 0, 0x3414);
+#endif
+}
+
+// Four e4m3 block scales to two fp16 pairs, in units of 1.
+DEVICE void widen_scales(u32 x, u32 &lo, u32 &hi) {
+  widen_fp8(x, lo, hi);
+#ifndef HAS_E4M3_CVT
+  lo = multiply_fp16(lo, 0x5c005c00u), hi = multiply_fp16(hi, 0x5c005c00u); // 256
+#endif
+}
+
+constexpr float KV_FACTOR = KV_FORMAT == KV_FP8 ? FP8_FACTOR : KV_FORMAT == KV_NVFP4 ? NVFP4_FACTOR : 1.f;
 
 // Two floats to two e4m3 bytes, nearest even, saturating.
 DEVICE u16 narrow_fp8(float a, float b) {
