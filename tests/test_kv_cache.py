@@ -403,11 +403,12 @@ def test_fp8_saturates() -> None:
     cache = PagedKVCache(1, 1, kv_format="fp8", k_global_scale=0.5)
     request = cache.add_request()
     x = torch.zeros(1, 1, 128)
-    x[..., 0], x[..., 1], x[..., 2] = 1e6, -float("inf"), 100.0
+    x[..., 0], x[..., 1], x[..., 2], x[..., 3] = 1e6, -float("inf"), 100.0, float("nan")
     cache.append([request], x, x, [1])
     k, v = cache.read(request)
     assert k[0, 0, :3].tolist() == [224.0, -224.0, 96.0]
     assert v[0, 0, :2].tolist() == [448.0, -448.0]
+    assert k.isnan().nonzero().tolist() == v.isnan().nonzero().tolist() == [[0, 0, 3]]
 
 
 def test_one_table_serves_all_layers_until_something_changes() -> None:

@@ -89,8 +89,13 @@ class PagedKVCache:
         k_global_scale, v_global_scale: fp8 and NVFP4 only, 2^-126 to 2^126: the cache stores ``x / scale``, saturating
             at the format's largest value (448, or 448 * 6), and `arguments` hands the scales to the attention call.
 
-    Requests are integers made by `add_request` and `fork`. Slots past a request's length hold arbitrary bytes. Work on
-    the device is queued on the current stream; an NVFP4 cache on a GPU synchronises to refuse NaN and inf.
+    Requests are integers made by `add_request` and `fork`. Slots past a request's length hold arbitrary bytes.
+
+    On a GPU work is queued on the current stream and nothing waits for it, so keep to one stream, or order those that you
+    use. In fp8 and NVFP4 tokens are quantised and stored by one kernel a layer. An NVFP4 cache there does not refuse NaN
+    and inf, as one on the CPU does: inf saturates, and a NaN makes its 16 elements read as NaN (in an fp8 cache it stays
+    NaN itself). ``MSA_OPS_CHECK=1`` has the cache look and refuse, with a synchronisation. The books are the host's: inside
+    a CUDA graph capture only `write` works, and its replays store to the same slots again.
     """
 
     def __init__(
@@ -182,7 +187,8 @@ class PagedKVCache:
 
         Raises:
             OutOfPagesError: too few free pages.
-            TypeError, ValueError: bad arguments, or NaN or inf for an NVFP4 cache. In all cases nothing was changed.
+            TypeError, ValueError: bad arguments, or NaN or inf for an NVFP4 cache (on CUDA with ``MSA_OPS_CHECK=1``).
+            RuntimeError: a CUDA graph is being captured, or a compiler package is missing. In all cases nothing was changed.
         """
         requests, counts = _ints("requests", requests), _ints("counts", counts)
         lead = () if self.num_layers == 1 else (self.num_layers,)
@@ -199,6 +205,7 @@ class PagedKVCache:
         not stored every layer of the tokens before: nothing could store them any more.
         """
         requests, counts = _ints("requests", requests), _ints("counts", counts)
+        _check_not_capturing(self.device, "extend and append")
         self._check_all_written()
         need = self._pages_needed(requests, counts)
         if need > len(self._free):
@@ -224,11 +231,12 @@ class PagedKVCache:
                 pages.extend(itertools.repeat(state.pages[block], max(last - first, 0)))
             state.length = end
         if copies:
-            self._pool.copy_pages(*zip(*copies, strict=True))
+            self._pool.copy_pages(*_upload(torch.tensor(copies, dtype=torch.int64).t(), self.device))
         self._last_table = None
-        page, token = (torch.tensor(x, dtype=torch.int64, device=self.device) for x in (pages, tokens))
+        page, token = torch.tensor([pages, tokens], dtype=torch.int64)
+        page, token, slot = _upload(torch.stack((page, token, page * BLOCK_SIZE + token)), self.device)
         unwritten = set(range(self.num_layers)) if tokens else set()
-        self._pending = _Slots(frozenset(requests), page, token, unwritten)
+        self._pending = _Slots(frozenset(requests), page, token, slot, unwritten)
 
     def write(self, layer: int, k: Tensor, v: Tensor) -> None:
         """Store one layer's K and V, ``(tokens, num_kv_heads, 128)``, of the tokens of the last `extend`."""
@@ -330,7 +338,11 @@ class PagedKVCache:
 
     def _store(self, layer: int, k: _Encoded, v: _Encoded) -> None:
         assert self._pending is not None
-        self._pool.store(layer, self._pending.page, self._pending.token, k, v)
+        if _is_quantized_on_cuda(self.kv_format, self.device):
+            scales = self.k_global_scale, self.v_global_scale
+            self._pool.quantize_and_store(layer, self._pending.slot, (k[0], v[0]), scales)
+        else:
+            self._pool.store(layer, self._pending.page, self._pending.token, k, v)
         self._pending.unwritten.discard(layer)
 
     def _table(self, requests: list[int], max_pages: int | None) -> tuple[Tensor, Tensor]:
@@ -341,12 +353,13 @@ class PagedKVCache:
             raise ValueError(f"max_pages must be at least {longest}, the pages of the longest request, got {max_pages}")
         key = (tuple(requests), width)
         if self._last_table is None or self._last_table[0] != key:
+            _check_not_capturing(self.device, "arguments of a batch for the first time")
             table = torch.full((len(states), width), -1, dtype=torch.int32)
             for row, state in zip(table, states, strict=True):
                 if state.pages:
                     row[: len(state.pages)] = torch.frombuffer(state.pages, dtype=torch.int32)
             lengths = torch.tensor([state.length for state in states], dtype=torch.int32)
-            self._last_table = (key, table.to(self.device), lengths.to(self.device))
+            self._last_table = (key, _upload(table, self.device), _upload(lengths, self.device))
         return self._last_table[1], self._last_table[2]
 
 
@@ -360,16 +373,35 @@ class _Request:
 
 @dataclass(frozen=True, slots=True)
 class _Slots:
-    """Where the tokens of the last `extend` go, int64 ``(tokens,)`` each on the cache's device; layers without them."""
+    """Where the tokens of the last `extend` go, int64 ``(tokens,)`` each on the cache's device; layers without them.
+
+    `slot` is ``page * 128 + token``.
+    """
 
     requests: frozenset[int]
     page: Tensor
     token: Tensor
+    slot: Tensor
     unwritten: set[int]
 
 
 _Encoded = tuple[Tensor, ...]
-"""What is stored of K or V: the values, or NVFP4 codes and row-linear scales."""
+"""What is stored of K or V: the values, or NVFP4 codes and row-linear scales; on CUDA what a kernel quantises as it stores."""
+
+
+def _upload(x: Tensor, device: torch.device) -> Tensor:
+    """To the device, in the order of its current stream and without waiting for it: from pinned memory."""
+    if device.type != "cuda" or x.numel() == 0:
+        return x.to(device)
+    return x.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def _check_not_capturing(device: torch.device, what: str) -> None:
+    if device.type == "cuda" and nvfp4.is_capturing(device):
+        raise RuntimeError(
+            f"{what} cannot be captured in a CUDA graph, which would not keep the cache's books when it is replayed: call "
+            "extend and arguments before the capture, and capture write and the attention calls"
+        )
 
 
 def _pages_for(tokens: int) -> int:
@@ -418,10 +450,21 @@ def _parse_layout(kv_format: KVFormat, layout: str | None) -> str:
     return layout
 
 
+def _is_quantized_on_cuda(kv_format: KVFormat, device: torch.device) -> bool:
+    return device.type == "cuda" and kv_format in (KVFormat.FP8, KVFormat.NVFP4)
+
+
 def _encode(kv_format: KVFormat, name: str, x: Tensor, scale: float) -> _Encoded:
-    """What the cache stores for `x`: ``x / scale`` in its format."""
+    """What the cache stores for `x`, ``x / scale`` in its format, or `x` where a kernel does that as it stores."""
+    if kv_format == KVFormat.NVFP4 and nvfp4.reads_values(x):
+        nvfp4.check_finite(name, x)
+    if _is_quantized_on_cuda(kv_format, x.device):
+        from .engines.cuda import quantize
+
+        quantize.load(x.device)  # here, where nothing has been changed yet
+        return (x,)
     if kv_format == KVFormat.NVFP4:
-        return nvfp4.quantize_rows(x, nvfp4.check_global_sf(1.0 / scale, x, "1 / global scale"), name)
+        return nvfp4.quantize_rows(x, nvfp4.check_global_sf(1.0 / scale, x, "1 / global scale"))
     if kv_format == KVFormat.FP8:
         divisor = torch.full((), scale, dtype=torch.float32, device=x.device)
         return ((x.float() / divisor).clamp(-nvfp4.E4M3_MAX, nvfp4.E4M3_MAX).to(FP8),)
@@ -477,9 +520,9 @@ class _Pool:
             views.update(k_scale=self.k_scale[layer], v_scale=self.v_scale[layer])
         return views
 
-    def copy_pages(self, source: Sequence[int], destination: Sequence[int]) -> None:
+    def copy_pages(self, source: Tensor, destination: Tensor) -> None:
         for pages in self._pages:
-            pages[list(destination)] = pages[list(source)]
+            pages[destination] = pages[source]
 
     def store(self, layer: int, page: Tensor, token: Tensor, k: _Encoded, v: _Encoded) -> None:
         """Write encoded tokens ``(tokens, heads, ...)`` to slots (page, token)."""
@@ -494,6 +537,26 @@ class _Pool:
             at = self._tiled_offsets(page, token)
             self.k_scale[layer].view(-1)[at] = k[1]
             self.v_scale[layer].view(-1)[at] = v[1]
+
+    def quantize_and_store(
+        self, layer: int, slot: Tensor, tokens: tuple[Tensor, Tensor], scales: tuple[float, float]
+    ) -> None:
+        """What `_encode` and `store` do, in one CUDA kernel: K and V ``(tokens, heads, 128)``, their global scales."""
+        from .engines.cuda import quantize
+
+        k, v = self.k[layer], self.v[layer]
+        if self.k_scale is None or self.v_scale is None:
+            quantize.write_fp8(slot, (tokens[0], scales[0], k), (tokens[1], scales[1], v))
+            return
+        k_scale, v_scale = self.k_scale[layer], self.v_scale[layer]
+        if self.layout == "planar":
+            places = (
+                quantize.planar_scales(k_scale, quantize.LINEAR),
+                quantize.planar_scales(v_scale, quantize.PLANAR_V),
+            )
+        else:
+            places = quantize.tiled_scales(k_scale, k.shape[1]), quantize.tiled_scales(v_scale, k.shape[1])
+        quantize.write_nvfp4(slot, (tokens[0], 1 / scales[0], k, places[0]), (tokens[1], 1 / scales[1], v, places[1]))
 
     def load(self, layer: int, page: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
         """The float32 values of slots (page, token), without global scales: ``(tokens, heads, 128)`` each."""

@@ -11,19 +11,22 @@ Three arrangements of the scale bytes appear here, all uint8 (or float8_e4m3fn, 
   byte ``((r//128)*2 + s//4)*512 + (r%32)*16 + ((r%128)//32)*4 + s%4``.
 - planar V ``(num_pages, num_kv_heads, 128, 8)``: byte ``(token//4)*32 + 4*s + token%4`` of a head's 1024 bytes.
 
-Everything is elementwise torch with correctly rounded float32 operations: CPU and CUDA tensors give the same bits.
+The arithmetic is correctly rounded float32, here in torch for CPU tensors and in a kernel for CUDA tensors: both give the
+same bits.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
+import os
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .arguments import require_int
-from .contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALE_GROUP, SCALES_PER_ROW, _require_tensor
+from .contract import BLOCK_SIZE, FP8, HEAD_DIM, ROW_ALIGNMENT, SCALE_GROUP, SCALES_PER_ROW, _require_tensor
 
 E2M1_MAX = 6.0
 E4M3_MAX = 448.0
@@ -56,23 +59,44 @@ def nvfp4_quantize(x: Tensor, global_sf: float | Tensor) -> tuple[Tensor, Tensor
 
     Raises:
         TypeError, ValueError: wrong dtype or shape, a global_sf that is not positive and finite in float32, or NaN or
-            inf in `x`, which NVFP4 cannot hold. On CUDA the two value checks synchronise.
+            inf in `x`, which NVFP4 cannot hold. On CUDA the kernel looks at the values, and reading what it found
+            synchronises once. A CUDA graph capture cannot: there inf saturates and a NaN makes its group's scale NaN.
+        RuntimeError: on CUDA, a missing compiler package or an unsupported GPU.
     """
     check_rows("x", x)
-    codes, scales = quantize_rows(x, check_global_sf(global_sf, x))
+    if x.is_cuda and x.numel():
+        return _quantize_on_cuda(x.detach(), as_factor(global_sf, x))
+    sf = check_global_sf(global_sf, x)
+    check_finite("x", x)
+    codes, scales = quantize_rows(x, sf)
     return codes, nvfp4_scales_to_tiled(scales)
 
 
-def quantize_rows(x: Tensor, global_sf: Tensor, name: str = "x") -> tuple[Tensor, Tensor]:
-    """`nvfp4_quantize` with row-linear scales ``(..., 8)``; `x` and the scalar `global_sf` are checked already."""
-    if not bool(torch.isfinite(x).all()):
-        raise ValueError(f"{name} must be finite to be quantised to NVFP4, got NaN or inf: clean {name} first")
+def _quantize_on_cuda(x: Tensor, global_sf: float | Tensor) -> tuple[Tensor, Tensor]:
+    from .engines.cuda import quantize
+
+    codes, scales, faults = quantize.quantize_rows(x, global_sf)
+    if not is_capturing(x.device):
+        bad_x, bad_sf = faults.tolist()
+        if bad_sf:
+            raise _bad_global_sf("global_sf", float(global_sf))
+        if bad_x:
+            raise _not_finite("x")
+    return codes, scales
+
+
+def quantize_rows(x: Tensor, global_sf: Tensor) -> tuple[Tensor, Tensor]:
+    """`nvfp4_quantize` with row-linear scales ``(..., 8)``; `x` and the scalar `global_sf` are checked already.
+
+    What is not finite is defined all the same, as the writers of CUDA caches need it: inf saturates, and a NaN makes its
+    group's scale NaN (0x7F) with codes of 0.
+    """
     groups = torch.unflatten(x.float(), -1, (SCALES_PER_ROW, SCALE_GROUP))
     largest = groups.abs().amax(-1) * global_sf
     # Divided by a tensor: torch on CUDA turns a division by a Python number into a product with its reciprocal.
     scale = (largest / torch.full_like(global_sf, E2M1_MAX)).clamp(max=E4M3_MAX).to(FP8)
     divisor = scale.float().unsqueeze(-1)
-    codes = torch.where(divisor == 0, 0, _e2m1_codes(groups * global_sf / divisor)).flatten(-2)
+    codes = torch.where(divisor > 0, _e2m1_codes(groups * global_sf / divisor), 0).flatten(-2)
     return codes[..., 0::2] | (codes[..., 1::2] << 4), scale.view(torch.uint8)
 
 
@@ -253,9 +277,19 @@ def nvfp4_planar_write(
 
     Args:
         pages: uint8 ``(num_pages, num_kv_heads * 18432)``; the number of KV heads is taken from `k`.
-        slots: ``(tokens,)`` int32 or int64, ``page * 128 + token``: distinct, inside the pages (checked; synchronises).
+        slots: ``(tokens,)`` int32 or int64, ``page * 128 + token``: distinct, inside the pages.
         k, v: ``(tokens, num_kv_heads, 128)`` bfloat16, float16 or float32, quantised as by `nvfp4_quantize`.
         k_global_sf, v_global_sf: the factors of `nvfp4_quantize`.
+
+    On the CPU all values are checked before anything is stored. On CUDA the call is one kernel that reads nothing back, so
+    that it may be captured in a CUDA graph: slots outside the pages are skipped, of equal slots any token's bytes may stay,
+    inf saturates, a NaN makes its 16 elements read as NaN, and a device tensor that is no valid global_sf gives
+    unspecified bytes. ``MSA_OPS_CHECK=1`` has the values checked there too, with a synchronisation.
+
+    Raises:
+        TypeError, ValueError: arguments that are not of this form, values that are not (where they are checked), and on
+            CUDA pages that are not on 16-byte boundaries.
+        RuntimeError: on CUDA, a missing compiler package or an unsupported GPU.
     """
     _require_tensor("pages", pages)
     _require_tensor("slots", slots)
@@ -271,15 +305,39 @@ def nvfp4_planar_write(
             f"slots must be int32 or int64 of shape ({k.shape[0]},), got {slots.dtype} of shape {tuple(slots.shape)}"
         )
     views = nvfp4_planar_views(pages, k.shape[1])
-    room = pages.shape[0] * BLOCK_SIZE
-    if bool(((slots < 0) | (slots >= room)).any()):
-        raise ValueError(f"slots must lie in 0..{room - 1} ({pages.shape[0]} pages of {BLOCK_SIZE} tokens)")
-    if bool((slots.sort().values.diff() == 0).any()):
-        raise ValueError("slots must be distinct, got one more than once: which token it would hold is not defined")
-    quantized_k = quantize_rows(k, check_global_sf(k_global_sf, k, "k_global_sf"), "k")
-    quantized_v = quantize_rows(v, check_global_sf(v_global_sf, v, "v_global_sf"), "v")
+    factors = as_factor(k_global_sf, k, "k_global_sf"), as_factor(v_global_sf, v, "v_global_sf")
+    k, v = k.detach(), v.detach()
+    if pages.is_cuda:
+        step = pages.stride(0) if pages.shape[0] > 1 else 0
+        if pages.data_ptr() % ROW_ALIGNMENT or step % ROW_ALIGNMENT:
+            raise ValueError(
+                f"pages must start on {ROW_ALIGNMENT}-byte boundaries on CUDA, got a page stride of {step} bytes and an "
+                f"address {pages.data_ptr() % ROW_ALIGNMENT} bytes past one"
+            )
+    if reads_values(pages):
+        _check_slots(slots, pages.shape[0])
+        for name, x, factor in (("k", k, factors[0]), ("v", v, factors[1])):
+            check_global_sf(factor, x, f"{name}_global_sf")
+            check_finite(name, x)
+    if pages.is_cuda:
+        from .engines.cuda import quantize
+
+        k_scales = quantize.planar_scales(views.k_scale, quantize.LINEAR)
+        v_scales = quantize.planar_scales(views.v_scale, quantize.PLANAR_V)
+        quantize.write_nvfp4(slots, (k, factors[0], views.k, k_scales), (v, factors[1], views.v, v_scales))
+        return
+    quantized_k = quantize_rows(k, check_global_sf(factors[0], k, "k_global_sf"))
+    quantized_v = quantize_rows(v, check_global_sf(factors[1], v, "v_global_sf"))
     page, token = slots.long() // BLOCK_SIZE, slots.long() % BLOCK_SIZE
     planar_store(views, page, token, quantized_k, quantized_v)
+
+
+def _check_slots(slots: Tensor, num_pages: int) -> None:
+    room = num_pages * BLOCK_SIZE
+    if bool(((slots < 0) | (slots >= room)).any()):
+        raise ValueError(f"slots must lie in 0..{room - 1} ({num_pages} pages of {BLOCK_SIZE} tokens)")
+    if bool((slots.sort().values.diff() == 0).any()):
+        raise ValueError("slots must be distinct, got one more than once: which token it would hold is not defined")
 
 
 def planar_store(
@@ -301,8 +359,35 @@ def check_rows(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must have shape (..., {HEAD_DIM}), got {tuple(x.shape)}")
 
 
-def check_global_sf(value: float | Tensor, x: Tensor, name: str = "global_sf") -> Tensor:
-    """A positive, finite factor as a float32 scalar on x's device. Reading a CUDA tensor synchronises."""
+def check_finite(name: str, x: Tensor) -> None:
+    """Raise if `x` holds what NVFP4 cannot. Synchronises on CUDA."""
+    if not bool(torch.isfinite(x).all()):
+        raise _not_finite(name)
+
+
+def _not_finite(name: str) -> ValueError:
+    return ValueError(f"{name} must be finite to be quantised to NVFP4, got NaN or inf: clean {name} first")
+
+
+def reads_values(destination: Tensor) -> bool:
+    """Whether values are checked before they are stored: on the CPU always, on CUDA, where it synchronises, if asked for."""
+    if not destination.is_cuda:
+        return True
+    if os.environ.get("MSA_OPS_CHECK") != "1":
+        return False
+    if is_capturing(destination.device):
+        raise ValueError("MSA_OPS_CHECK=1 reads device values, which a CUDA graph capture forbids: unset it to capture")
+    return True
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether the current stream of a CUDA device is being captured."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()
+
+
+def as_factor(value: float | Tensor, x: Tensor, name: str = "global_sf") -> float | Tensor:
+    """A factor for `x`: a positive, finite float of float32's values, or a float32 tensor of one element, not read here."""
     if isinstance(value, Tensor):
         _require_tensor(name, value)
         if value.dtype != torch.float32 or value.numel() != 1:
@@ -311,18 +396,31 @@ def check_global_sf(value: float | Tensor, x: Tensor, name: str = "global_sf") -
             )
         if value.device != x.device:
             raise ValueError(f"{name} must be on x's device {x.device}, got {value.device}: pass {name}.to(x.device)")
-        scalar = value.detach().reshape(())
-    elif isinstance(value, bool) or not isinstance(value, (int, float)):
+        return value.detach()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a float or a one-element float32 tensor, got {type(value).__name__}")
-    else:
-        try:
-            value = float(value)
-        except OverflowError:  # an int past every float
-            value = math.inf if value > 0 else -math.inf
-        scalar = torch.full((), value, dtype=torch.float64, device=x.device).float()
-    if not 0 < float(scalar) < math.inf:
-        raise ValueError(f"{name} must be positive and finite in float32, got {float(value)}")
-    return scalar
+    try:
+        number = float(value)
+    except OverflowError:  # an int past every float
+        number = math.inf if value > 0 else -math.inf
+    factor = ctypes.c_float(number).value
+    if not 0 < factor < math.inf:
+        raise _bad_global_sf(name, number)
+    return factor
+
+
+def check_global_sf(value: float | Tensor, x: Tensor, name: str = "global_sf") -> Tensor:
+    """A positive, finite factor as a float32 scalar on x's device. Reading a CUDA tensor synchronises."""
+    factor = as_factor(value, x, name)
+    if not isinstance(factor, Tensor):
+        return torch.full((), factor, dtype=torch.float32, device=x.device)
+    if not 0 < float(factor) < math.inf:
+        raise _bad_global_sf(name, float(factor))
+    return factor.reshape(())
+
+
+def _bad_global_sf(name: str, got: float) -> ValueError:
+    return ValueError(f"{name} must be positive and finite in float32, got {got}")
 
 
 def _check_codes(codes: Tensor) -> None:
