@@ -6,6 +6,7 @@ Machines that are not here are made up: `doctor.probe` reads one, and everything
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 from collections.abc import Callable
@@ -147,13 +148,13 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
         for way in selftest.ways(route, facts):
             size = selftest._size(way, facts)
             tokens = len(size.lengths) * size.seqlen_q
-            forced = None if way == "wide" else plan.Combine[way.upper()]
-            shape = plan.Shape(route.kv, route.scales, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
-            room = plan.typical_room(facts, plan.choose_variant(route.kv, facts))
-            taken = plan.make_plan(shape, facts, room)
-            assert taken.combine.name.lower() == ("none" if way == "wide" else way)
-            assert (taken.variant == plan.wide_variant(route.kv, facts)) == (way == "wide")
-            assert taken.variant.name in selftest.variants(route, facts)
+            special = {"wide": plan.wide_variant, "dense": plan.dense_variant}.get(way)
+            forced = None if special else plan.Combine[way.upper()]
+            shape = plan.Shape(route.kv, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
+            taken = plan.plan_for(shape, facts, functools.partial(plan.typical_room, facts))
+            assert taken.combine.name.lower() == ("none" if special else way)
+            want = special(route.kv, facts) if special else plan.choose_variant(route.kv, facts)
+            assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
     assert tested == set(plan.variants_for(facts, plan.SERVED_FORMATS))
 
@@ -223,11 +224,9 @@ def test_a_whole_gpu_machine_is_well() -> None:
     on_gpu = [route for route in report.routes if route.device == "cuda:0"]
     assert len(on_gpu) == len(selftest.routes())
     for route in on_gpu:
-        if route.kv == "nvfp4":
-            assert route.engine is None and route.tests == () and "not served" in (route.why_not or "")
-        else:
-            assert route.engine == "cuda" and len(route.kernels) == 2
-            assert [t.way for t in route.tests] == ["none", "cluster", "scratch", "wide"]
+        special = ["wide", "dense"] if route.kv == "nvfp4" else ["wide"]
+        assert route.engine == "cuda" and len(route.kernels) == 1 + len(special)
+        assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
 
 
 MISSING = [
@@ -380,7 +379,7 @@ def test_the_plain_report_of_a_gpu_machine_can_be_pasted(capsys: pytest.CaptureF
     assert max(len(line) for line in text.splitlines()) <= 120
     for part in (
         "NVIDIA H200, compute capability 9.0 (supported, sm_90)", "580.159.04, serves CUDA 13.0", "2.13.0+cu130 (CUDA 13.0)",
-        "fp8-g1w4t128s3b2", "NVFP4 is not served", "ok: none, cluster, scratch,", "All well: ",
+        "fp8-g1w4t128s3b2", "nvfp4-g1w4t128s3b3", "ok: none, cluster, scratch,", "All well: ",
     ):  # fmt: skip
         assert part in " ".join(text.split()), part
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from importlib import resources
@@ -52,8 +53,9 @@ def test_the_plan_is_the_engines(capability: tuple[int, int]) -> None:
     facts = plan.DeviceFacts.of_capability(capability, 100)
     for kv in plan.SERVED_FORMATS:
         for batch in (1, 7, 22, 64):
-            variant = plan.choose_variant(kv, facts)
-            want = plan.make_plan(plan.Shape(kv, 2 * batch, 4, 16, 16), facts, plan.typical_room(facts, variant))
+            want = plan.plan_for(
+                plan.Shape(kv, 2 * batch, 4, 16, 16), facts, functools.partial(plan.typical_room, facts)
+            )
             arch = f"{capability[0]}.{capability[1]}"
             got = explain_shape(shape(batch, kv.value, seqlen_q=2), arch=arch, multiprocessors=100).plan
             assert (got.route, got.splits, got.blocks, got.why, got.variant) == (
@@ -193,7 +195,7 @@ def test_the_text_holds_what_is_asked() -> None:
     rate = TABLE["ceiling_tb_s"]
     for part in (
         "route cluster", "64 items on 132 multiprocessors", "128 for 64 items, each shared by 2 blocks",
-        "fp8-g1w4t128s3b2, 160 threads", "112 KiB a block", "2 blocks a multiprocessor, 264 slots, 48%", "33,554,432",
+        "fp8-g2w4t128s5b1, 288 threads", "192 KiB a block", "1 blocks a multiprocessor, 132 slots, 97%", "33,554,432",
         f"{33.554432 / rate:.2f} us at {rate:g} TB/s (measured on an NVIDIA H200)",
         f"{row['time_us']:.2f} us (measured on an NVIDIA H200, commit {TABLE['commit']})",
     ):  # fmt: skip

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from msa_ops import selection
+import nvfp4_bytes
+from msa_ops import msa_proxy_score_fp4, nvfp4_dequantize, nvfp4_quantize, selection
 from msa_ops.contract import FP8
 from msa_ops.selection import msa_proxy_score, msa_topk_select
 
@@ -142,6 +143,10 @@ def test_max_k_tiles_and_output(device: str) -> None:
     assert got is output
     assert_scores(got[:, :3], expected(arguments, keys))
     assert (got[:, 3:] == -INF).all()
+    buffer.fill_(NAN)
+    assert msa_proxy_score(**args, output=output) is output, "the output says how many blocks there are"
+    assert_scores(output[:, :3], expected(arguments, keys))
+    assert (output[:, 3:] == -INF).all()
 
 
 def test_strided_inputs_are_read_in_place(device: str) -> None:
@@ -224,7 +229,10 @@ BAD = {
     "1-d table": ({"page_table": GOOD["page_table"][0]}, r"page_table must have shape \(batch, max_pages\), got \(4,\)"),
     "cu shape": ({"cu_seqlens_q": GOOD["cu_seqlens_q"][0]}, r"cu_seqlens_q must have shape \(batch \+ 1,\), got \(\)"),
     "expanded": ({"output": torch.zeros(4, 3, 1).expand(4, 3, 3)}, "output must have memory for each of its elements"),
-    "output": ({"output": torch.zeros(4, 4, 3)}, r"output must be float32 of shape \(4, 3, 3\)"),
+    "output": ({"output": torch.zeros(5, 4, 3)}, r"output must be float32 of shape \(4, 4, 3\)"),
+    "few blocks": ({"output": torch.zeros(4, 2, 3)}, r"max_k_tiles must lie in 3\.\."),
+    "sparse dims": ({"q": GOOD["q"].repeat(1, 1, 2)[..., ::2]}, r"q must have a dense last dim \(stride 1\)"),
+    "k pitch": ({"k": torch.zeros(8, 2, 128, 129).bfloat16()[..., :128]}, "k must have rows aligned to 16 bytes"),
 }  # fmt: skip
 
 
@@ -292,3 +300,177 @@ def test_ints_must_be_ints() -> None:
 def test_flags_must_be_bools(name: str) -> None:
     with pytest.raises(TypeError, match=f"{name} must be a bool, got int"):
         msa_proxy_score(**GOOD, **{name: 1})
+
+
+# --- NVFP4 ---
+
+
+def fp4_case(
+    lengths: list[int], q_tokens: list[int], *, heads: int = 4, kv_heads: int = 2, paged: bool = True, padding: int = 0,
+    q_global: float = 0.75, k_global: float = 0.5, seed: int = 0,
+) -> tuple[dict[str, Any], dict[str, Any], list[Tensor]]:  # fmt: skip
+    """Arguments; what `expected` takes in their place; each request's keys as float64. Scales of no key are NaN."""
+    g = torch.Generator().manual_seed(seed)
+
+    def codes(*shape: int) -> Tensor:
+        return torch.randint(256, (*shape, 64), dtype=torch.uint8, generator=g)
+
+    def scales(*shape: int) -> Tensor:  # 2^-5 to 1.9, of both signs
+        return torch.randint(0x10, 0x40, (*shape, 8), dtype=torch.uint8, generator=g) | (
+            torch.randint(2, (*shape, 8), dtype=torch.uint8, generator=g) << 7
+        )
+
+    def tiled(rows: Tensor) -> Tensor:
+        rows = rows.view(-1, 8)
+        return nvfp4_bytes.tile(rows, torch.full((nvfp4_bytes.tiled_size(len(rows)),), 0x7F, dtype=torch.uint8))
+
+    total = sum(q_tokens) + padding
+    q, q_rows = codes(total, heads), scales(total, heads)
+    if paged:
+        counts = [-(-n // 128) for n in lengths]
+        order = torch.randperm(sum(counts) + 3, generator=g)
+        owned = order.split([*counts, 3])
+        k, k_rows = codes(len(order), kv_heads, 128), scales(len(order), kv_heads, 128)
+        table = torch.full((len(lengths), max(counts, default=0) + 1), -1, dtype=torch.int32)
+        used = torch.zeros(len(order), 128, dtype=torch.bool)
+        for b, n in enumerate(lengths):
+            table[b, : counts[b]] = owned[b]
+            used[owned[b]] = torch.arange(128) < (n - 128 * torch.arange(counts[b])[:, None])
+        k_rows[~used[:, None].expand(-1, kv_heads, -1)] = 0x7F
+        stored = nvfp4_bytes.values(k, k_rows).transpose(1, 2)  # (pages, tokens, heads, 128)
+        keys = [stored[owned[b]].flatten(0, 1)[:n] for b, n in enumerate(lengths)]
+        where = {"page_table": table, "seqused_k": torch.tensor(lengths, dtype=torch.int32)}
+    else:
+        k, k_rows = codes(sum(lengths) + 30, kv_heads), scales(sum(lengths) + 30, kv_heads)
+        k_rows[sum(lengths) :] = 0x7F
+        keys = list(nvfp4_bytes.values(k, k_rows).split([*lengths, 30])[:-1])
+        where = {"cu_seqlens_k": cumulative(lengths)}
+    arguments = {
+        "q_fp4": q, "k_fp4": k, "q_scale": tiled(q_rows), "k_scale": tiled(k_rows), "q_global_scale": q_global,
+        "k_global_scale": k_global, "cu_seqlens_q": cumulative(q_tokens), **where,
+    }  # fmt: skip
+    exact = {"q": nvfp4_bytes.values(q, q_rows) * (q_global * k_global), "k": k, "cu_seqlens_q": cumulative(q_tokens)}
+    return arguments, exact, keys
+
+
+def assert_fp4_scores(got: Tensor, want: Tensor, exact: dict[str, Any], keys: list[Tensor]) -> None:
+    assert got.dtype == torch.float32
+    # Products are exact; 128 roundings of their sum, which lies below the product of the two norms.
+    longest = max((float(x.norm(dim=-1).max()) for x in keys if len(x)), default=0.0)
+    bound = 128 * 2**-24 * float(exact["q"].norm(dim=-1).max()) * longest
+    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=bound)
+
+
+FP4_LENGTHS, FP4_TOKENS = [300, 0, 128, 1, 517, 130], [1, 2, 1, 1, 4, 0]
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_nvfp4_scores_match_float64(kv_heads: int, paged: bool, device: str) -> None:
+    arguments, exact, keys = fp4_case(FP4_LENGTHS, FP4_TOKENS, kv_heads=kv_heads, paged=paged, padding=2)
+    got = msa_proxy_score_fp4(**move(arguments, device))
+    assert got.shape == (4, 5, 11)
+    assert_fp4_scores(got, expected(exact, keys), exact, keys)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+def test_nvfp4_takes_what_the_other_takes(paged: bool, device: str) -> None:
+    arguments, exact, keys = fp4_case([300, 129], [1, 2], paged=paged)
+    args = move(arguments, device)
+    each = msa_proxy_score_fp4(**args)
+    one = msa_proxy_score_fp4(**args, reduce_heads=True)
+    assert one.shape == (1, 3, 3) and torch.equal(one[0], each.amax(0))
+    got = msa_proxy_score_fp4(**args, causal=False, max_seqlen_q=2, max_k_tiles=4)
+    assert_fp4_scores(got[:, :3], expected(exact, keys, causal=False), exact, keys)
+    assert (got[:, 3] == -INF).all()
+    offset = torch.tensor([126, -1], dtype=torch.int32, device=device)
+    got = msa_proxy_score_fp4(**args, q_offset=offset)
+    assert_fp4_scores(got, expected(exact, keys, offset=[126, -1]), exact, keys)
+    output = torch.full((3, 4, 3), NAN, device=device).permute(1, 2, 0)
+    assert msa_proxy_score_fp4(**args, output=output) is output
+    assert torch.equal(output, each)
+    if paged:
+        nhd = args["k_fp4"].transpose(1, 2).contiguous().transpose(1, 2)
+        assert torch.equal(msa_proxy_score_fp4(**{**args, "k_fp4": nhd}), each)
+        args["page_table"][0, 1] = 99
+        got = msa_proxy_score_fp4(**args)
+        assert (got[:, 1, 0] == -INF).all() and torch.equal(got[:, :, 1:], each[:, :, 1:])
+
+
+def test_nvfp4_global_scales(device: str) -> None:
+    """Both are in the score before the largest is taken, whatever their sign, and may be tensors."""
+    for q_global, k_global in ((1.0, 3.0), (-1.0, 0.25), (-2.0, -0.5)):
+        arguments, exact, keys = fp4_case([300, 129], [1, 2], q_global=q_global, k_global=k_global)
+        args = move(arguments, device)
+        got = msa_proxy_score_fp4(**args)
+        assert_fp4_scores(got, expected(exact, keys), exact, keys)
+        for name in ("q_global_scale", "k_global_scale"):
+            args[name] = torch.tensor([args[name]], device=device)
+        assert torch.equal(msa_proxy_score_fp4(**args), got)
+    arguments["q_global_scale"] = 0.0
+    got = msa_proxy_score_fp4(**move(arguments, device))
+    assert torch.equal(got == 0, got > -INF) and bool((got == 0).any())
+
+
+def test_nvfp4_scales_of_either_type_and_rank(device: str) -> None:
+    arguments, _, _ = fp4_case([300, 129], [1, 2])
+    args = move(arguments, device)
+    want = msa_proxy_score_fp4(**args)
+    other = {n: args[n].view(FP8).view(-1, 8) for n in ("q_scale", "k_scale")}
+    assert torch.equal(msa_proxy_score_fp4(**{**args, **other}), want)
+
+
+def test_nvfp4_scores_are_those_of_what_the_quantiser_gives(device: str) -> None:
+    g = torch.Generator().manual_seed(5)
+    q, k = torch.randn(2, 4, 128, generator=g), torch.randn(300, 2, 128, generator=g)
+    sf = 448 * 6 / float(torch.maximum(q.abs().amax(), k.abs().amax()))
+    (q_codes, q_scale), (k_codes, k_scale) = nvfp4_quantize(q.to(device), sf), nvfp4_quantize(k.to(device), sf)
+    got = msa_proxy_score_fp4(
+        q_codes, k_codes, q_scale, k_scale, 1 / sf, 1 / sf, cumulative([2]).to(device), cumulative([300]).to(device)
+    )
+    exact = {
+        "q": nvfp4_dequantize(q_codes, q_scale, 1 / sf).double().cpu(), "k": k, "cu_seqlens_q": cumulative([2]),
+    }  # fmt: skip
+    keys = [nvfp4_dequantize(k_codes, k_scale, 1 / sf).double().cpu()]
+    assert_fp4_scores(got, expected(exact, keys), exact, keys)
+
+
+FP4, _, _ = fp4_case([300, 129], [1, 2])
+FP4_BAD = {
+    "q dtype": ({"q_fp4": FP4["q_fp4"].view(FP8)}, "q_fp4 must be uint8, two e2m1 codes a byte, got torch.float8"),
+    "q shape": ({"q_fp4": FP4["q_fp4"].repeat(1, 1, 2)}, r"q_fp4 must have shape \(total_q, num_index_heads, 64\)"),
+    "k shape": ({"k_fp4": FP4["k_fp4"][0]}, r"k_fp4 must have shape \(num_pages, num_kv_heads, 128, 64\), paged"),
+    "heads": ({"q_fp4": FP4["q_fp4"][:, :3]}, "q_fp4 must have a multiple of k_fp4's heads, got 3"),
+    "pitch": ({"k_fp4": torch.zeros(8, 2, 128, 72, dtype=torch.uint8)[..., :64]}, "k_fp4 must have rows aligned to 16"),
+    "scale dtype": ({"k_scale": FP4["k_scale"].int()}, "k_scale must be uint8 or float8_e4m3fn, got torch.int32"),
+    "few scales": ({"k_scale": FP4["k_scale"][:-1]}, "k_scale must be contiguous, of rank 1 or 2, and hold at least"),
+    "scale rank": ({"q_scale": FP4["q_scale"].view(1, -1, 8)}, "q_scale must be contiguous, of rank 1 or 2"),
+    "scale start": ({"q_scale": torch.zeros(1032, dtype=torch.uint8)[8:]}, "q_scale must start on a 16-byte boundary"),
+    "global": ({"k_global_scale": torch.ones(2)}, "k_global_scale must be a float or a one-element float32 tensor"),
+    "infinite": ({"q_global_scale": INF}, "q_global_scale must be finite in float32"),
+    "product": ({"q_global_scale": 1e30, "k_global_scale": 1e30}, r"q_global_scale \* k_global_scale must be finite"),
+    "lengths": ({"seqused_k": None}, "paged keys take page_table and seqused_k"),
+    "few tiles": ({"max_k_tiles": 2}, r"max_k_tiles must lie in 3\.\."),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(FP4_BAD))
+def test_bad_nvfp4_arguments_are_refused(name: str) -> None:
+    change, message = FP4_BAD[name]
+    with pytest.raises(ValueError, match=message):
+        msa_proxy_score_fp4(**{**FP4, **change})
+
+
+@pytest.mark.parametrize("name", ["q_fp4", "k_fp4", "q_scale", "k_scale", "q_global_scale", "k_global_scale"])
+def test_nvfp4_arguments_must_be_there(name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{name} must be a "):
+        msa_proxy_score_fp4(**{**FP4, name: None})
+
+
+def test_nvfp4_output_lies_apart_from_the_scales() -> None:
+    memory = torch.zeros(1 << 16)
+    for name in ("q_scale", "k_scale"):
+        shared = memory.view(torch.uint8)[: FP4[name].numel()]
+        shared.copy_(FP4[name])
+        with pytest.raises(ValueError, match=f"output must not share memory with {name}"):
+            msa_proxy_score_fp4(**{**FP4, name: shared}, output=memory[:36].view(4, 3, 3))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from msa_ops import selection
-from msa_ops.selection import msa_topk_select
+from msa_ops.selection import TokenExtents, msa_topk_select, select_blocks
 
 INF, NAN = math.inf, math.nan
 
@@ -127,6 +128,27 @@ def test_output_may_be_a_view_of_the_attention_calls_buffer(device: str) -> None
     assert torch.equal(msa_topk_select(score, 12, output=token_major), want)
     # Scores with other strides, as a score buffer with tokens outermost has.
     assert torch.equal(msa_topk_select(score.permute(2, 0, 1).contiguous().permute(1, 2, 0), 12), want)
+
+
+@pytest.mark.parametrize("given", ["none", "int", "tensor"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_extents_follow_the_positions(causal: bool, given: str) -> None:
+    """From lengths, as a whole step has them; key by key."""
+    lengths, seqlen_q = (9000, 130, 256, 257, 1, 0, -7), 3
+    each = (8999, -1, 0, 126, 5, 5, 5)
+    offset = {"none": None, "int": 254, "tensor": torch.tensor(each, dtype=torch.int32)}[given]
+    values = TokenExtents(torch.tensor(lengths, dtype=torch.int32), seqlen_q, causal, offset).values()
+    expected = []
+    for b, i in itertools.product(range(len(lengths)), range(seqlen_q)):
+        length = max(lengths[b], 0)
+        position = {"none": length - seqlen_q, "int": 254, "tensor": each[b]}[given] + i
+        seen = sum(1 for key in range(length) if not causal or key <= position)
+        expected.append(-(-seen // 128))
+    assert values.tolist() == expected
+    score = torch.randn(2, 40, len(expected), generator=torch.Generator().manual_seed(5))
+    got = torch.full((len(expected), 2, 6), 77, dtype=torch.int32)
+    select_blocks(score, 6, TokenExtents(torch.tensor(lengths, dtype=torch.int32), seqlen_q, causal, offset), got, 1, 1)
+    assert torch.equal(got, msa_topk_select(score, 6, values.int(), None, 1, 1))
 
 
 SCORE = torch.zeros(2, 4, 3)

@@ -271,6 +271,27 @@ def test_rows_may_add_different_numbers_of_tokens_in_a_decode_step(device: str) 
             assert_same_row(logits[row, :count], own[0], "bf16")
 
 
+@pytest.mark.parametrize("indexer", ["transformers", "msa_ops"])
+@pytest.mark.parametrize("starts, counts", [((383, 200), (1, 2)), ((383, 200), (0, 3)), ((100, 1), (5, 300))])
+def test_padding_may_reach_beyond_the_last_block(
+    starts: tuple[int, int], counts: tuple[int, int], indexer: str, device: str
+) -> None:
+    """A row's padding would lie in a block after those of the longest row."""
+    model = enable(small_model(device), indexer=indexer)
+    ids, mask = padded(list(starts), device)
+    cache = MSAPagedCache(model.config, 430)
+    forward(model, ids, cache, mask)
+    new = tokens(2, max(3, *counts), device, seed=5)
+    real = torch.arange(new.shape[1], device=device) < torch.tensor(counts, device=device)[:, None]
+    logits = forward(model, new, cache, torch.cat([mask, real.long()], dim=1))
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        alone = MSAPagedCache(model.config, 430)
+        forward(model, ids[row : row + 1, :start], alone)
+        if count:
+            own = forward(model, new[row : row + 1, :count], alone)
+            assert_same_row(logits[row, :count], own[0], "bf16")
+
+
 def test_left_padding_is_refused_with_the_remedy(device: str) -> None:
     model = enable(small_model(device))
     ids, mask = padded([20, 9], device)

@@ -9,6 +9,7 @@ from .nvfp4 import (
     nvfp4_planar_write,
     nvfp4_quantize,
 )
+from .proxy_score import msa_proxy_score_fp4
 from .runtime import (
     Explanation,
     explain,
@@ -17,6 +18,7 @@ from .runtime import (
     warmup,
 )
 from .selection import msa_proxy_score, msa_topk_select
+from .step import msa_decode_step
 from .workspace import MSASparseAttentionWorkspace
 
 __all__ = [
@@ -28,7 +30,9 @@ __all__ = [
     "explain",
     "msa_decode_nvfp4_specialized_stats",
     "msa_decode_nvfp4_specialized_warmup",
+    "msa_decode_step",
     "msa_proxy_score",
+    "msa_proxy_score_fp4",
     "msa_sparse_decode_attention",
     "msa_topk_select",
     "nvfp4_dequantize",

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .contract import _KV_FORMAT, _KV_FORMATS_OF_Q, _OUT_DTYPE, BLOCK_SIZE, HEAD_DIM, KVFormat, KVLayout, ScaleLayout
-from .engines.cuda.plan import SERVED_FORMATS, DeviceFacts, choose_variant, wide_variant
+from .engines.cuda.plan import SERVED_FORMATS, DeviceFacts, Variant, choose_variant, dense_variant, wide_variant
 
 ROW_TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Largest ``norm(out - exact) / norm(exact)`` of an output row, by output dtype: one rounding of the weights and one of the
@@ -106,19 +106,24 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """Names of the kernels that serve a route on a GPU; empty on the CPU and where nothing does."""
     if facts is None or not is_served(route, facts):
         return ()
-    wide = wide_variant(route.kv, facts)
-    return tuple(v.name for v in (choose_variant(route.kv, facts), wide) if v is not None)
+    return tuple(v.name for v in (choose_variant(route.kv, facts), *_special(route, facts).values()))
 
 
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """The ways in which a device can serve a route, each to be tested: how the blocks of an item meet, and on some GPUs
-    the kernel for one whole item a multiprocessor (``wide``)."""
+    the kernels for one whole item a multiprocessor (``wide``) and for many (``dense``)."""
     if facts is None:
         return ("segments",)
     if not is_served(route, facts):
         return ()
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
-    return (*found, "wide") if wide_variant(route.kv, facts) is not None else tuple(found)
+    return (*found, *_special(route, facts))
+
+
+def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
+    """The kernels beside the usual one, by the way that takes them."""
+    found = {"wide": wide_variant(route.kv, facts), "dense": dense_variant(route.kv, facts)}
+    return {way: variant for way, variant in found.items() if variant is not None}
 
 
 # --- the problems ------------------------------------------------------------------------------------------------------
@@ -138,10 +143,11 @@ _SMALL = _Size((300, 70), 2, 2, 3)
 
 
 def _size(way: str, facts: DeviceFacts | None) -> _Size:
-    if way != "wide":
+    requests = {"wide": 1, "dense": 3}.get(way)  # a multiprocessor
+    if requests is None:
         return _SMALL
     assert facts is not None
-    return _Size(tuple(1 + 7 * b % 40 for b in range(facts.multiprocessors)), 1, 1, 16)
+    return _Size(tuple(1 + 7 * b % 40 for b in range(requests * facts.multiprocessors)), 1, 1, 16)
 
 
 def _arguments(route: Route, size: _Size, device: str) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
@@ -255,24 +261,24 @@ def _call(device: str, route: Route, way: str, size: _Size) -> tuple[Tensor, Ten
 
     with _one_thread():
         args, kwargs = _arguments(route, size, device)
-    with _forced(None if way in ("segments", "wide") else way):
+    with _forced(None if way in ("segments", "wide", "dense") else way):
         how = explain(*args, **kwargs)
         result = msa_sparse_decode_attention(*args, **kwargs)
-    want = "none" if way == "wide" else way
+    special = way in ("wide", "dense")
+    want = "none" if special else way
     if how.route != want:
         raise RuntimeError(f"the call took the route {how.route}, not {want}: {how.why}")
-    if way == "wide" and how.variant == _usual_variant(route, device):
-        raise RuntimeError(f"the call took the kernel {how.variant}, not the one for a whole item a multiprocessor")
+    if special and how.variant != _special_variant(route, way, device):
+        raise RuntimeError(f"the call took the kernel {how.variant}, not the {way} one")
     assert isinstance(result, tuple)
     return result
 
 
-def _usual_variant(route: Route, device: str) -> str:
-    """Name of the kernel for most calls on a CUDA device."""
+def _special_variant(route: Route, way: str, device: str) -> str:
+    """Name of the kernel that serves a route in this way on a CUDA device."""
     from .engines.cuda import launch
 
-    facts = launch.device_facts(torch.device(device).index)
-    return choose_variant(route.kv, facts).name
+    return _special(route, launch.device_facts(torch.device(device).index))[way].name
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from dataclasses import dataclass
+from functools import partial
 from importlib import resources
 from typing import Annotated, Any
 
@@ -17,13 +18,12 @@ from ..engines.cuda.plan import (
     MAX_GRID,
     ROW_BYTES,
     SERVED_FORMATS,
-    ClusterRoom,
     Combine,
     DeviceFacts,
+    LaunchPlan,
     Shape,
     blocks_per_multiprocessor,
-    choose_variant,
-    make_plan,
+    plan_for,
     scratch_elements,
     typical_room,
 )
@@ -255,12 +255,9 @@ def _plan_for_architecture(shape: CallShape, arch: str, multiprocessors: int) ->
         raise ValueError(f"--multiprocessors must be at least 1, got {multiprocessors}")
     facts = DeviceFacts.of_capability(capabilities[0], multiprocessors)
     wanted = _cuda_shape(shape)
-    room: ClusterRoom = ()
-    if facts.has_clusters:
-        room = typical_room(facts, choose_variant(wanted.kv_format, facts))
     dotted = f"{facts.capability[0]}.{facts.capability[1]}"
     target = Target("cuda", f"a GPU of compute capability {dotted}", dotted, multiprocessors, "estimate")
-    return target, _plan_report(wanted, facts, room)
+    return target, _plan_report(wanted, facts, plan_for(wanted, facts, partial(typical_room, facts)))
 
 
 def _plan_for_device(shape: CallShape, device: str) -> tuple[Target, PlanReport]:
@@ -276,13 +273,10 @@ def _plan_for_device(shape: CallShape, device: str) -> tuple[Target, PlanReport]
     wanted = _cuda_shape(shape)
     with launch.on_device(where.index):
         facts = launch.device_facts(where.index)
-        room: ClusterRoom = ()
-        if facts.has_clusters:
-            variant = choose_variant(wanted.kv_format, facts)
-            room = launch.cluster_room(variant, where.index)
+        plan = plan_for(wanted, facts, partial(launch.cluster_room, device=where.index))
     dotted = f"{facts.capability[0]}.{facts.capability[1]}"
     target = Target("cuda", torch.cuda.get_device_name(where), dotted, facts.multiprocessors, "driver")
-    return target, _plan_report(wanted, facts, room)
+    return target, _plan_report(wanted, facts, plan)
 
 
 def _cuda_shape(shape: CallShape) -> Shape:
@@ -305,8 +299,7 @@ def _cuda_shape(shape: CallShape) -> Shape:
     )
 
 
-def _plan_report(shape: Shape, facts: DeviceFacts, room: ClusterRoom) -> PlanReport:
-    plan = make_plan(shape, facts, room)
+def _plan_report(shape: Shape, facts: DeviceFacts, plan: LaunchPlan) -> PlanReport:
     if shape.items * plan.splits > MAX_GRID:
         raise ValueError(
             f"--batch: {shape.items} (token, KV head) items are more than one launch can serve ({MAX_GRID})"

@@ -34,11 +34,9 @@ from .plan import (
     LaunchPlan,
     Shape,
     Variant,
-    choose_variant,
-    make_plan,
+    plan_for,
     scratch_elements,
     variants_for,
-    wide_in_clusters,
 )
 
 # struct Params of kernels/params.cuh, padded to its 64-byte alignment.
@@ -259,11 +257,7 @@ def _plan(problem: DecodeProblem, shape: Shape) -> LaunchPlan:
         )
     index = problem.q.device.index
     facts = device_facts(index)
-    room: ClusterRoom = ()
-    if facts.has_clusters:
-        room = cluster_room(choose_variant(shape.kv_format, facts), index)
-    wide = wide_in_clusters(shape, facts)
-    return make_plan(shape, facts, room, () if wide is None else cluster_room(wide, index))
+    return plan_for(shape, facts, lambda variant: cluster_room(variant, index))
 
 
 def scratch_bytes(problem: DecodeProblem) -> int:

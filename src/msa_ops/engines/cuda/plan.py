@@ -7,7 +7,7 @@ captured launch stays right when they change.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -135,11 +135,12 @@ ClusterRoom = tuple[tuple[int, int], ...]
 def typical_room(facts: DeviceFacts, variant: Variant) -> ClusterRoom:
     """An estimate of the driver's answer, for planning without a device.
 
-    Clusters lie inside a GPC, and its multiprocessors rarely divide evenly: an H200 holds 62 clusters of 4 blocks, 30 of 8
-    and 14 of 16 where 132 multiprocessors take two blocks each.
+    Clusters lie inside a GPC, and its multiprocessors rarely divide evenly: an H200 holds 132 clusters of 2 blocks, 62 of 4,
+    30 of 8 and 14 of 16 where 132 multiprocessors take two blocks each.
     """
     blocks = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
-    return tuple((size, blocks * 9 // (10 * size)) for size in CLUSTER_SIZES if size <= facts.max_cluster)
+    sizes = [size for size in CLUSTER_SIZES if size <= facts.max_cluster]
+    return tuple((size, blocks // 2 if size == 2 else blocks * 9 // (10 * size)) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -235,17 +236,26 @@ def blocks_per_multiprocessor(variant: Variant, facts: DeviceFacts) -> int:
 
 
 def wide_in_clusters(shape: Shape, facts: DeviceFacts) -> Variant | None:
-    """The wide variant where the call may be served by clusters of its blocks: then `make_plan` wants its `wide_room` too."""
+    """The wide variant where the call may be served by clusters of its blocks: then `make_plan` wants its room too."""
     free = shape.force_fused is None and shape.combine is None and shape.override is None
     if free and _WIDE_ITEMS <= shape.items <= facts.multiprocessors // 2:
         return wide_variant(shape.kv_format, facts)
     return None
 
 
+def plan_for(shape: Shape, facts: DeviceFacts, room_of: Callable[[Variant], ClusterRoom]) -> LaunchPlan:
+    """The plan of a call. `room_of` is asked for the variants whose clusters come into question."""
+    if not facts.has_clusters:
+        return make_plan(shape, facts, ())
+    wide = wide_in_clusters(shape, facts)
+    room = room_of(choose_variant(shape.kv_format, facts))
+    return make_plan(shape, facts, room, () if wide is None else room_of(wide))
+
+
 @lru_cache(maxsize=4096)
 def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom, wide_room: ClusterRoom = ()) -> LaunchPlan:
     """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`), `wide_room` that for
-    `wide_in_clusters`."""
+    `wide_in_clusters`'s."""
     variant = choose_variant(shape.kv_format, facts)
     if shape.override is not None:
         return _overridden(shape)

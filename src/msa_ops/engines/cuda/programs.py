@@ -32,7 +32,9 @@ class KernelProgram:
 
 def all_programs() -> tuple[KernelProgram, ...]:
     """Every program that a call can ask for. Each is defined beside the Python that launches it."""
-    return ()
+    from . import quantize, score, topk
+
+    return (quantize.PROGRAM, *score.PROGRAMS, topk.PROGRAM)
 
 
 class _State:
@@ -95,6 +97,14 @@ def functions(program: KernelProgram, device: int) -> dict[str, Any]:
             found[entry] = d.CUfunction(int(kernel))  # the launch call takes a CUkernel in its place
         state.functions[program, device] = found
     return found
+
+
+def warm_up(device: int) -> list[str]:
+    """Load all programs for `device`, the current one, compiled where no cache holds them; their names."""
+    wanted = all_programs()
+    for program in wanted:
+        functions(program, device)
+    return [program.name for program in wanted]
 
 
 def launch(

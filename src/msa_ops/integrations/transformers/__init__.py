@@ -8,10 +8,12 @@
 
 Importing this module registers the attention implementation ``"msa_ops"`` with transformers. With it, a sparse
 layer's decode step is one `msa_ops.msa_sparse_decode_attention` call on the cache's pages, in place; dense layers and
-prefill run transformers' own path (sdpa with the block mask) on the same cache.
+prefill run transformers' own path (sdpa with the block mask) on the same cache. The blocks of a step are chosen by
+transformers' indexer, or with ``enable(model, indexer="msa_ops")`` by `msa_ops.msa_proxy_score` and
+`msa_ops.msa_topk_select`.
 """
 
-from .attention import IMPLEMENTATION, MAX_DECODE_TOKENS, enable
-from .cache import MSAPagedCache
+from .attention import IMPLEMENTATION, enable
+from .cache import MAX_DECODE_TOKENS, MSAPagedCache
 
 __all__ = ["IMPLEMENTATION", "MAX_DECODE_TOKENS", "MSAPagedCache", "enable"]

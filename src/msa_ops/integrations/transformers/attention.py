@@ -20,14 +20,14 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 
 from ...contract import BLOCK_SIZE, HEAD_DIM
 from ...decode import msa_sparse_decode_attention
-from .cache import MSAPagedCache, PagedStep, paged_step
+from .cache import MAX_DECODE_TOKENS, MSAPagedCache, PagedStep, paged_step
+from .indexer import set_indexer
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
 IMPLEMENTATION = "msa_ops"
 """Name of the attention implementation in transformers' registry."""
-MAX_DECODE_TOKENS = 8
-"""Passes of up to this many tokens a row decode on the pages; longer ones are prefill, by transformers' path."""
+INDEXERS = ("transformers", IMPLEMENTATION)
 
 _LEFT_PADDED = (
     "attention_mask is left-padded (row {row} starts with 0): sparse blocks are counted from a row's first slot, so "
@@ -130,35 +130,49 @@ def refuse_left_padding(attention_mask: Tensor) -> None:
         raise ValueError(_LEFT_PADDED.format(row=int(padded.nonzero()[0])))
 
 
-def enable(model: ModelT) -> ModelT:
+def enable(model: ModelT, *, indexer: str = "transformers") -> ModelT:
     """Switch every MiniMax-M3 text model in `model` to the implementation ``"msa_ops"``, and prepare its steps.
 
     The preparation is a forward pre-hook: it refuses left-padded masks, keeps each row of a right-padded batch at its
     own length in an `MSAPagedCache`, and checks that positions follow the cache. It stays useful, and stays in place,
-    when the model is switched back with ``set_attn_implementation("sdpa")``. Calling `enable` twice is harmless.
+    when the model is switched back with ``set_attn_implementation("sdpa")``; so does the indexer. Calling `enable` twice is
+    harmless.
+
+    Args:
+        model: what holds the text models.
+        indexer: who chooses the blocks of a decode step: ``"transformers"``, or ``"msa_ops"``, whose scoring and selecting
+            read the index keys in an `MSAPagedCache`'s pages. Both choose the same blocks, but where scores are equal or
+            differ by rounding. Prefill is transformers' either way. A later call may switch it.
 
     Returns:
         `model`.
 
     Raises:
         ValueError: no MiniMax-M3 text model in `model`, or one whose head_dim or index block is not 128, or whose index
-            heads are not its KV heads.
+            heads are not its KV heads; an unknown `indexer`, or this package's for an index head dim other than 128.
     """
+    if indexer not in INDEXERS:
+        raise ValueError(f"indexer must be 'transformers' or {IMPLEMENTATION!r}, got {indexer!r}")
+    own_indexer = indexer == IMPLEMENTATION
     text_models = [m for m in model.modules() if isinstance(m, MiniMaxM3VLTextModel)]
     if not text_models:
         raise ValueError(f"model must contain a transformers MiniMaxM3VLTextModel, got {type(model).__name__}")
     for text_model in text_models:
-        check_config(text_model.config)
+        check_config(text_model.config, own_indexer)
     for text_model in text_models:
         text_model.set_attn_implementation(IMPLEMENTATION)
+        set_indexer(text_model, own_indexer)
         if prepare_step not in text_model._forward_pre_hooks.values():
             text_model.register_forward_pre_hook(prepare_step, with_kwargs=True)
     return model
 
 
-def check_config(config: Any) -> None:
-    """Raise `ValueError` for a text configuration that the decode step cannot serve."""
-    for name, want in (("head_dim", HEAD_DIM), ("index_block_size", BLOCK_SIZE)):
+def check_config(config: Any, own_indexer: bool) -> None:
+    """Raise `ValueError` for a text configuration that the decode step, or this package's indexer, cannot serve."""
+    facts = [("head_dim", HEAD_DIM), ("index_block_size", BLOCK_SIZE)]
+    if own_indexer:
+        facts.append(("index_head_dim", HEAD_DIM))
+    for name, want in facts:
         if getattr(config, name) != want:
             raise ValueError(f"config.{name} must be {want}, got {getattr(config, name)}")
     if config.index_n_heads != config.num_key_value_heads:
@@ -197,10 +211,12 @@ def prepare_step(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     positions = torch.tensor(starts, device=tokens.device)[:, None] + torch.arange(q_len, device=tokens.device)
     check_positions(kwargs.get("position_ids"), positions, counts)
     uniform = len(set(starts)) == 1 and min(counts) == q_len
-    kwargs["position_ids"] = positions[:1] if uniform else positions
+    longest = max(s + c for s, c in zip(starts, counts, strict=True))
+    # Padding beyond the longest row would be in a block that transformers' indexer does not know.
+    kwargs["position_ids"] = positions[:1] if uniform else positions.clamp_(max=max(longest - 1, 0))
     kwargs["attention_mask"] = None
     if not uniform:
-        slots = torch.arange(max(s + c for s, c in zip(starts, counts, strict=True)), device=tokens.device)
+        slots = torch.arange(longest, device=tokens.device)
         kwargs["attention_mask"] = slots <= positions[:, None, :, None]
     return (), kwargs
 

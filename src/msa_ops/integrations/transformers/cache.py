@@ -1,8 +1,9 @@
 """`MSAPagedCache`: a transformers cache whose sparse layers keep K and V in pages that the decode step reads in place.
 
 Sparse layers share one `PagedKVCache`, in bf16, fp16, fp8 or NVFP4. Dense layers and the indexer's keys, which
-transformers' own path reads whole, lie in preallocated buffers of the model's dtype. Nothing is concatenated: a step
-writes its new tokens and no others, and going back to an earlier length is a change of numbers.
+transformers' own path reads whole, lie in preallocated buffers of the model's dtype; rows of index keys are whole pages
+one after the other, which is how `msa_proxy_score` reads them. Nothing is concatenated: a step writes its new tokens and no
+others, and going back to an earlier length is a change of numbers.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from ...kv_cache import PagedKVCache, check_global_scale
 _STEP = "_msa_ops_step"
 _PLAIN = {torch.bfloat16: KVFormat.BF16, torch.float16: KVFormat.FP16}
 SPARSE_LAYER = "minimax_m3_sparse"
+MAX_DECODE_TOKENS = 8
+"""Passes of up to this many tokens a row decode on the pages; longer ones are prefill, by transformers' path."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +70,31 @@ class RowBuffer:
                 self.data[row, start : start + count] = rows[row, :count]
         longest = max(s + c for s, c in zip(starts, counts, strict=True))
         return self.data[:, :longest].transpose(1, 2)
+
+
+class IndexKeys(RowBuffer):
+    """A sparse layer's index keys: rows of whole pages."""
+
+    def __init__(self, like: Tensor, capacity: int) -> None:
+        pages = -(-capacity // BLOCK_SIZE)
+        super().__init__(like, pages * BLOCK_SIZE)
+        batch, _, heads, dim = self.data.shape
+        self.pages = self.data.view(batch * pages, BLOCK_SIZE, heads, dim).transpose(1, 2)
+        self.page_table = torch.arange(batch * pages, dtype=torch.int32, device=like.device).view(batch, pages)
+
+
+@dataclass(frozen=True, slots=True)
+class IndexStep:
+    """Where one sparse layer's index keys lie after a step wrote its own: what scoring and selecting need beside queries.
+
+    `pages` is ``(pages, 1, 128, 128)``, `page_table` is as wide as the longest row; `lengths` and `q_offset` are those of
+    the layer's attention.
+    """
+
+    pages: Tensor
+    page_table: Tensor
+    lengths: Tensor
+    q_offset: Tensor | None
 
 
 class _Layer(CacheLayerMixin):  # type: ignore[misc]
@@ -162,8 +190,9 @@ class _SparseLayer(_Layer):
     def __init__(self, owner: MSAPagedCache, pool_layer: int) -> None:
         super().__init__(owner)
         self.pool_layer = pool_layer
-        self.index_keys: RowBuffer | None = None
+        self.index_keys: IndexKeys | None = None
         self._last: tuple[list[int], list[int]] = ([], [])
+        self._step: PagedStep | None = None
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if not self.is_initialized:
@@ -172,15 +201,23 @@ class _SparseLayer(_Layer):
         pool = self.owner.grow_pool(key_states, self.lengths, counts)
         pool.write(self.pool_layer, _real_tokens(key_states, counts), _real_tokens(value_states, counts))
         keys, values = self._dense(pool, key_states)
-        step = PagedStep(pool, self.owner.requests, self.pool_layer, tuple(starts), tuple(counts))
-        setattr(keys, _STEP, step)
+        self._step = PagedStep(pool, self.owner.requests, self.pool_layer, tuple(starts), tuple(counts))
+        setattr(keys, _STEP, self._step)
         return keys, values
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         """Append index keys ``(batch, 1, tokens, dim)`` of the step that `update` has just seen; returns all."""
         if self.index_keys is None:
-            self.index_keys = RowBuffer(idx_k, self.owner.max_length)
+            self.index_keys = IndexKeys(idx_k, self.owner.max_length)
         return self.index_keys.write(idx_k, *self._last)
+
+    def index_step(self) -> IndexStep:
+        """The pages of the step that `update` and `update_index` have just seen."""
+        assert self.index_keys is not None and self._step is not None
+        arguments = self._step.arguments()
+        blocks = -(-self.get_seq_length() // BLOCK_SIZE)
+        keys = self.index_keys
+        return IndexStep(keys.pages, keys.page_table[:, :blocks], arguments["seqused_k"], arguments.get("q_offset"))
 
     def _dense(self, pool: PagedKVCache, new: Tensor) -> tuple[Tensor, Tensor]:
         """K and V as ``(batch, heads, longest row, 128)`` for transformers' path.

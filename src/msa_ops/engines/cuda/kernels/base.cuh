@@ -118,15 +118,6 @@ DEVICE void barrier_wait(Barrier *b, u32 parity) {
 #endif
   } while (!done);
 }
-// Whether the phase is over, without waiting; one answer for the whole warp.
-DEVICE bool barrier_test(Barrier *b, u32 parity) {
-  u32 done;
-  asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-               : "=r"(done)
-               : "r"(shared_address(b)), "r"(parity)
-               : "memory");
-  return __any_sync(~0u, done);
-}
 #ifdef HAS_CLUSTER
 // Arrives, and makes the phase wait for `bytes` more to be written by tensor copies or by peers' sends.
 DEVICE void barrier_expect(Barrier *b, u32 bytes) {

@@ -323,10 +323,6 @@ DEVICE void release_tile(Ring &ring, const RingPosition<STAGES> &at, int lane) {
   if (lane == 0) barrier_arrive(&ring.empty[at.slot]);
 }
 
-#ifndef EARLY
-#define EARLY true
-#endif
-
 // A computing group's part.
 DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weights, float *peers, u8 *value_scales, u32 first,
                           u32 stride, int rank, int group, int warp, int lane) {
@@ -358,35 +354,32 @@ DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weigh
     Softmax softmax;
     softmax.reset(mine.row_scale, lane);
     Output o = {};
-    bool fresh = true, held = false, last = false; // held: a tile whose output is not taken yet; last: it is the item's last
-    RingPosition<STAGES> next = at;
-    const auto take_output = [&] {
-      u8 *const v = stages + at.slot * STAGE_BYTES + SIDE_BYTES;
-      barrier_wait(&shared.ring.v_full[at.slot], at.parity);
-      if constexpr (SCALED) widen_value_scales(p, v + SIDE_BYTES + SCALE_BYTES, value_scales, warp, lane);
-      output_tile(shared_address(v) + offsets.v, shared_address(weights) + turn * WEIGHT_BYTES + offsets.read, value_scales, lane, o);
-      turn ^= 1;
-      release_tile(shared.ring, at, lane);
-      at = next, held = false;
-    };
-    // While data waits for the warps, the scores of the next tile are taken before the output of the one held: two independent
-    // chains of products at a time. While the warps wait for data, the output is out of the way when it comes.
+    bool held = false, last = false; // a tile whose weights are written and whose output is not taken; it is the item's last
+    // The scores of the next tile are taken before the output of the one held: two independent chains of products at a time.
     while (true) {
+      RingPosition<STAGES> next = at;
+      if (held) next.advance(GROUPS);
       TileInfo info = {0, 0, 1};
       u8 *const stage = stages + next.slot * STAGE_BYTES;
       Scores s;
-      if (EARLY && held && !last && !barrier_test(&shared.ring.k_full[next.slot], next.parity)) take_output();
       if (!last) {
         info = next_tile(shared.ring, next);
         if (info.lo < info.hi)
           score_tile(shared_address(stage) + offsets.k, stage + 2 * SIDE_BYTES, offsets, q, lane, s);
       }
-      if (held) take_output();
+      if (held) {
+        u8 *const v = stages + at.slot * STAGE_BYTES + SIDE_BYTES;
+        barrier_wait(&shared.ring.v_full[at.slot], at.parity);
+        if constexpr (SCALED) widen_value_scales(p, v + SIDE_BYTES + SCALE_BYTES, value_scales, warp, lane);
+        output_tile(shared_address(v) + offsets.v, shared_address(weights) + turn * WEIGHT_BYTES + offsets.read, value_scales, lane, o);
+        turn ^= 1;
+        release_tile(shared.ring, at, lane);
+        at = next;
+      }
       if (info.lo >= info.hi) break;
-      weigh_tile(p, s, info, shared.ring, next, stage, shared_address(weights) + turn * WEIGHT_BYTES + offsets.write, mine.by_warp,
-                 fresh, softmax, o, group, warp, lane);
-      fresh = false, held = true, last = info.last;
-      next.advance(GROUPS);
+      weigh_tile(p, s, info, shared.ring, at, stage, shared_address(weights) + turn * WEIGHT_BYTES + offsets.write, mine.by_warp,
+                 !held, softmax, o, group, warp, lane);
+      held = true, last = info.last;
     }
     if (!last) { // a mark without data
       release_tile(shared.ring, at, lane);

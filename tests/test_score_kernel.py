@@ -1,0 +1,245 @@
+"""The kernel of the index scores without a GPU: what the compiler made of it, its parameters, how calls are cut."""
+
+from __future__ import annotations
+
+import re
+import struct
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from msa_ops.contract import FP8
+from msa_ops.engines.cuda import compile as compiler
+from msa_ops.engines.cuda import score
+from msa_ops.selection import ScoreProblem
+from test_cuda_compile import QUARTERS, REGISTERS, c_layout, c_size, usages
+
+SOURCE = compiler.source(score.PROGRAMS[0].sources)
+# All formats of 9.0; elsewhere those that the registers or the conversions of that generation trouble most.
+SPREAD = {
+    (9, 0): ("bf16", "bf16-fp16q", "fp16", "fp8", "nvfp4"),
+    (8, 0): ("bf16", "fp8", "nvfp4"), (8, 6): ("nvfp4",), (8, 9): ("fp8",), (10, 0): ("fp8", "nvfp4"),
+    (10, 3): ("nvfp4",), (11, 0): ("fp8",), (12, 0): ("bf16", "nvfp4"), (12, 1): ("fp8",),
+}  # fmt: skip
+SMS = 132
+
+
+# --- what the compiler made of it ---
+
+
+@pytest.mark.parametrize(
+    "capability, name",
+    [(c, n) for c, names in SPREAD.items() for n in names],
+    ids=lambda x: x if isinstance(x, str) else f"{x[0]}.{x[1]}",
+)
+def test_the_kernels_keep_to_their_registers_and_memory(capability: tuple[int, int], name: str) -> None:
+    program = next(p for p in score.PROGRAMS if p.name == f"score-{name}")
+    arch = compiler.architecture(capability)
+    if capability[0] * 10 + capability[1] not in compiler.supported_architectures():
+        pytest.skip(f"NVRTC {compiler.nvrtc_version()} does not know {arch}")
+    cubin, log = compiler.compile_program(program, arch, "--ptxas-options=-v")
+    assert cubin[:4] == b"\x7fELF" and "warning" not in log
+    kernels = usages(log)
+    assert set(kernels) == set(program.entries)
+    for columns in score.COLUMNS:
+        usage = kernels[f"msa_score_{columns}"]
+        assert usage.stack == usage.spill_stores == usage.spill_loads == 0, (columns, usage)
+        resident = score.resident_blocks(columns)
+        most = REGISTERS // QUARTERS // resident // 32 // 8 * 8  # of four warps a block, each quarter has one
+        assert usage.registers <= most, f"{resident} blocks are not resident: {usage}"
+        # What 8.6, 8.9 and 12.x have; two operands a query take twice the room, and there a block less is resident.
+        assert usage.shared * (resident if name != "bf16-fp16q" else 2) <= 99 << 10, (columns, usage)
+
+
+def test_python_and_the_kernel_name_the_same_things() -> None:
+    checks = "".join(
+        f'static_assert({condition}, "");'
+        for condition in (
+            f"sizeof(ScoreParams) == {score._PARAMS.size}",
+            f"THREADS == {score._THREADS}",
+            *(f"KV_{name.upper()} == {i} && QUERY_{name.upper()} == {i}" for i, name in enumerate(score._FORMATS)),
+        )
+    )
+    real = compiler.source
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "source", lambda names: real(names) + checks)
+        compiler.compile_program(score.PROGRAMS[0], "sm_80")
+        patch.setattr(compiler, "source", lambda names: real(names) + 'static_assert(THREADS == 1, "");')
+        with pytest.raises(compiler.KernelCompileError):
+            compiler.compile_program(score.PROGRAMS[0], "sm_80")
+    for columns in score.COLUMNS:
+        assert f"ENTRY({columns}, {score.resident_blocks(columns)})" in SOURCE
+
+
+def test_programs_are_told_apart_by_the_formats() -> None:
+    assert len({p.name for p in score.PROGRAMS}) == len({p.defines for p in score.PROGRAMS}) == 5
+    for q, k, name in (
+        (torch.bfloat16, torch.bfloat16, "score-bf16"), (torch.float16, torch.bfloat16, "score-bf16-fp16q"),
+        (FP8, torch.bfloat16, "score-bf16"), (torch.bfloat16, torch.float16, "score-fp16"),
+        (torch.float16, torch.float16, "score-fp16"), (torch.bfloat16, FP8, "score-fp8"), (FP8, FP8, "score-fp8"),
+        (torch.uint8, torch.uint8, "score-nvfp4"),
+    ):  # fmt: skip
+        assert score.program_for(q, k).name == name
+
+
+# --- the parameter block ---
+
+
+def test_every_value_lies_where_the_kernel_reads_it() -> None:
+    fields, size = c_layout(SOURCE, "ScoreParams")
+    assert score._PARAMS.size == size == c_size(SOURCE, "ScoreParams")[0]
+    flat = []
+    for _, offset, length in fields:
+        flat += [(offset + i, 4) for i in (0, 4, 8)] if length == 12 else [(offset, length)]
+    packed, offset = [], 0
+    for count, code in re.findall(r"(\d*)([a-zA-Z])", score._PARAMS.format):
+        length = struct.calcsize(code)
+        for _ in range(int(count or 1)):
+            offset = -(-offset // length) * length
+            packed.append((offset, length))
+            offset += length
+    assert packed == flat
+
+
+def read(block: bytes, *names: str) -> list[int | float]:
+    """Values of a parameter block by their names; of a divisor the number."""
+    found: list[int | float] = []
+    fields = {field: (offset, length) for field, offset, length in c_layout(SOURCE, "ScoreParams")[0]}
+    for name in names:
+        at, length = fields[name]
+        code = "f" if name in ("factor", "requests_per_worker") else "q" if length == 8 else "i"
+        found.append(struct.unpack_from(code, block, at)[0])
+    return found
+
+
+def int32(n: int, step: int = 1) -> Tensor:
+    return torch.zeros(n * step, dtype=torch.int32)[::step]
+
+
+def test_values_lie_in_the_fields_of_their_names() -> None:
+    q = torch.zeros(7, 9, 128, dtype=torch.float16)[:, 1:7]
+    k = torch.zeros(5, 128, 3, 128, dtype=torch.bfloat16).transpose(1, 2)
+    starts, lengths, offset, table = (
+        int32(5, 2),
+        int32(4, 3),
+        int32(4, 5),
+        torch.zeros(4, 24, dtype=torch.int32)[:, ::2],
+    )
+    output = torch.zeros(11, 7, 10)[:10].permute(2, 0, 1)[:6]
+    p = ScoreProblem(q, k, starts, None, table, lengths, offset, True, False)
+    plan = score.plan_for(p, 2, output, SMS)
+    block = score.pack(p, plan, output)
+    expected = {
+        "q": q.data_ptr(), "k": k.data_ptr(), "q_scale": 0, "k_scale": 0, "q_global": 0, "k_global": 0,
+        "query_starts": starts.data_ptr(), "lengths": lengths.data_ptr(), "table": table.data_ptr(),
+        "q_offset": offset.data_ptr(), "out": output.data_ptr(), "q_token": 9 * 256, "q_head": 256,
+        "k_page": 3 * 128 * 256, "k_head": 256, "k_row": 3 * 256, "query_starts_step": 2, "lengths_step": 3,
+        "table_row": 24, "table_column": 2, "q_offset_step": 5, "out_head": 1, "out_block": 70, "out_token": 10,
+        "most_keys": 12 * 128, "batch": 4, "total_q": 7, "blocks": 10, "pages": 5, "table_width": 12, "kv_heads": 3,
+        "group": 2, "query_type": 1, "q_offset_int": 0, "has_q_offset": 1, "causal": 1, "paged": 1, "reduce": 0,
+        "workers": plan.workers, "tile_tokens": plan.tile_tokens, "tile_heads": plan.tile_heads,
+        "head_tiles": plan.head_tiles, "grain": plan.grain, "fill_blocks": plan.fill_blocks,
+        "fill_shift": plan.fill_shift, "fill_splits": plan.fill_splits, "keys_stay": plan.keys_stay, "factor": 1.0,
+        "requests_per_worker": pytest.approx(4 / plan.workers),
+    }  # fmt: skip
+    assert list(expected.values()) == read(block, *expected)
+    assert set(expected) == {field for field, _, _ in c_layout(SOURCE, "ScoreParams")[0]}
+
+    flat = torch.zeros(300, 3, 64, dtype=torch.uint8)
+    codes = torch.zeros(7, 6, 64, dtype=torch.uint8)
+    scales = torch.zeros(1024, dtype=torch.uint8), torch.zeros(8192, dtype=torch.uint8)
+    factor = torch.ones(1)
+    p = ScoreProblem(codes, flat, starts, int32(5), None, None, -3, False, True, *scales, 0.25, None, factor)
+    block = score.pack(p, score.plan_for(p, 2, output[:1], SMS), output[:1])
+    expected = {
+        "q_scale": scales[0].data_ptr(), "k_scale": scales[1].data_ptr(), "q_global": 0, "k_global": factor.data_ptr(),
+        "table": 0, "q_offset": 0, "q_token": 6 * 64, "q_head": 64, "k_page": 0, "k_head": 64, "k_row": 3 * 64,
+        "lengths_step": 1, "most_keys": 300, "pages": 0, "table_width": 0, "query_type": 3, "q_offset_int": -3,
+        "has_q_offset": 1, "causal": 0, "paged": 0, "reduce": 1, "factor": 0.25,
+    }  # fmt: skip
+    assert list(expected.values()) == read(block, *expected)
+    p = ScoreProblem(codes, flat, starts, int32(5), None, None, None, False, True, *scales)
+    block = score.pack(p, score.plan_for(p, 2, output[:1], SMS), output[:1])
+    assert read(block, "has_q_offset", "q_offset_int") == [0, 0]
+
+
+def test_tokens_too_far_apart_are_refused() -> None:
+    try:
+        storage = torch.empty((1 << 31) + 128, dtype=torch.uint8)  # never touched
+    except RuntimeError as error:
+        pytest.skip(f"this machine does not even reserve 2 GiB: {error}")
+    k, q = storage.view(FP8).as_strided((2, 1, 128), (1 << 31, 128, 1)), torch.zeros(1, 1, 128, dtype=FP8)
+    p = ScoreProblem(q, k, int32(2), int32(2), None, None, None, True, False)
+    output = torch.zeros(1, 1, 1)
+    with pytest.raises(ValueError, match="k must have tokens less than 2 GiB apart, got a stride of 2147483648 bytes"):
+        score.pack(p, score.plan_for(p, None, output, SMS), output)
+
+
+# --- the plan ---
+
+
+def plan(**changes: Any) -> score.ScorePlan:
+    shape: dict[str, Any] = {
+        "total_q": 1, "batch": 1, "heads": 4, "kv_heads": 1, "blocks": 64, "key_blocks": 64, "seqlen_q": 1,
+        "reduce_heads": False, "blocks_innermost": False, "sms": SMS,
+    }  # fmt: skip
+    return score.make_plan(**{**shape, **changes})
+
+
+@pytest.mark.parametrize(
+    "heads, kv_heads, seqlen_q, columns, tokens, per_group, head_tiles",
+    [
+        (4, 1, 1, 8, 2, 4, 1), (4, 1, 2, 8, 2, 4, 1), (4, 1, 3, 16, 4, 4, 1), (4, 1, 8, 32, 8, 4, 1),
+        (4, 1, 9, 64, 16, 4, 1), (4, 1, 4000, 64, 16, 4, 1), (4, 4, 1, 8, 8, 1, 1), (5, 1, 1, 8, 1, 5, 1),
+        (5, 1, 2, 16, 3, 5, 1), (64, 1, 1, 64, 1, 64, 1), (70, 1, 1, 64, 1, 64, 2), (130, 1, 3, 64, 1, 64, 3),
+    ],
+)  # fmt: skip
+def test_tiles(
+    heads: int, kv_heads: int, seqlen_q: int, columns: int, tokens: int, per_group: int, head_tiles: int
+) -> None:
+    p = plan(heads=heads, kv_heads=kv_heads, seqlen_q=seqlen_q, total_q=3 * seqlen_q, batch=3)
+    assert (p.columns, p.tile_tokens, p.tile_heads, p.head_tiles) == (columns, tokens, per_group, head_tiles)
+    assert p.entry == f"msa_score_{columns}"
+    assert p.keys_stay == (seqlen_q > tokens or head_tiles > 1)
+
+
+@pytest.mark.parametrize("batch, blocks, workers", [(1, 64, 64), (1, 1024, 527), (16, 64, 512), (64, 64, 512)])
+def test_a_step_fills_the_gpu_once(batch: int, blocks: int, workers: int) -> None:
+    """As many thread blocks as are resident at once, less those that fill; equal requests are not cut across borders."""
+    p = plan(batch=batch, total_q=batch, blocks=blocks, key_blocks=blocks)
+    assert p.workers == workers
+    assert p.workers + p.fill_blocks <= SMS * score.resident_blocks(p.columns)
+
+
+@given(
+    st.integers(1, 5000), st.integers(0, 300), st.integers(1, 9), st.integers(1, 3), st.integers(1, 70_000),
+    st.integers(0, 70_000), st.one_of(st.none(), st.integers(0, 6000)), st.booleans(), st.booleans(), st.integers(1, 200),
+)  # fmt: skip
+def test_any_plan_can_be_launched(
+    total_q: int, batch: int, group: int, kv_heads: int, blocks: int, key_blocks: int, seqlen_q: int | None,
+    reduce_heads: bool, innermost: bool, sms: int,
+) -> None:  # fmt: skip
+    p = plan(
+        total_q=total_q, batch=batch, heads=group * kv_heads, kv_heads=kv_heads, blocks=blocks,
+        key_blocks=min(key_blocks, blocks), seqlen_q=seqlen_q, reduce_heads=reduce_heads, blocks_innermost=innermost, sms=sms,
+    )  # fmt: skip
+    assert p.tile_tokens * p.tile_heads <= p.columns and p.tile_heads * p.head_tiles >= group
+    assert 0 <= p.workers <= sms * 4 and 1 <= p.fill_blocks <= sms
+    assert (p.workers > 0) == (batch > 0 and key_blocks > 0)
+    assert 1 << p.fill_shift <= 128 and p.fill_splits >= 1
+    # What the kernel counts in 32 bits: the units of all requests together.
+    apart = 1 if reduce_heads else kv_heads * p.head_tiles
+    tiles = total_q // p.tile_tokens + batch
+    assert tiles * apart * -(-min(key_blocks, blocks) >> p.grain) < 1 << 31
+    assert p.workers**2 < 1 << 31
+
+
+def test_work_past_32_bits_is_counted_in_larger_units() -> None:
+    p = plan(total_q=1 << 20, batch=4, heads=64, kv_heads=4, blocks=1 << 20, key_blocks=1 << 20, seqlen_q=1 << 18)
+    assert p.grain > 0
+    assert ((1 << 20) // p.tile_tokens + 4) * 4 * p.head_tiles * -(-(1 << 20) >> p.grain) < 1 << 31
+    assert plan().grain == 0
