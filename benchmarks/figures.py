@@ -118,11 +118,11 @@ def flashinfer() -> str:
     nvfp4 = "`msa_decode_nvfp4_specialized_warmup`, `msa_decode_nvfp4_specialized_stats`"
     rows = [
         ("`msa_sparse_decode_attention`", decode),
-        ("`msa_topk_select`, `msa_proxy_score`", "the same, with any top-k"),
+        ("`msa_topk_select`, `msa_proxy_score`, `msa_proxy_score_fp4`", "the same, with any top-k"),
         ("`MSASparseAttentionWorkspace`", workspace),
         ("`supports_packed_kv`, `SUPPORTS_PACKED_KV`", "true wherever the package runs"),
         (nvfp4, f"the same names{warm if lacks else '; `warmup(device)` is for every KV dtype'}"),
-        ("`msa_sparse_attention`, `msa_proxy_score_fp4`, `msa_icp_*`, `msa_prefill_*`", "not here"),
+        ("`msa_sparse_attention`, `msa_icp_*`, `msa_prefill_*`", "not here"),
     ]
     return _table(("`flashinfer.msa_ops`", "here"), rows)
 

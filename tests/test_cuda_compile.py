@@ -241,6 +241,14 @@ def test_the_compiler_agrees_on_the_size_of_the_struct() -> None:
         compiler.compile_program(plan.variants((8, 0))[0], "sm_80")
 
 
+def test_the_table_of_value_scales_has_the_planned_room() -> None:
+    match = re.search(
+        r"VALUE_SCALE_PITCH = (\d+);\s.*VALUE_SCALE_BYTES = SCALED \? (\d+) \* VALUE_SCALE_PITCH",
+        compiler.source(plan.SOURCES),
+    )
+    assert match is not None and int(match[1]) * int(match[2]) == plan.VALUE_SCALE_BYTES
+
+
 def test_enumerations_agree_with_the_kernel() -> None:
     source = compiler.source(plan.SOURCES)
     for combine in plan.Combine:

@@ -499,3 +499,16 @@ def test_items_beyond_a_grid_dimension(route: str) -> None:
     assert not bool(out.isnan().any()) and bool(lse.isfinite().all())
     some = torch.cat([torch.arange(0, 70_000, 211), torch.arange(65_500, 65_600), torch.tensor([69_999])]).cuda()
     assert relative_error(out[some], exact_output(call, some)) <= ROW_TOLERANCE[torch.bfloat16]
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_an_expanded_cache(kv_dtype: str, dim: int) -> None:
+    """All pages, or all KV heads, are one: a stride of 0."""
+    case = build(Spec(kv_dtype=kv_dtype, lengths=(300,), kv_heads=2, fill="zero"), "cuda")
+    q, k, v, ids = case.args
+    one = [t.narrow(dim, 0, 1).expand(t.shape) for t in (k, v)]
+    assert one[0].stride(dim) == 0
+    got = msa_sparse_decode_attention(q, *one, ids, **case.kwargs)
+    want = msa_sparse_decode_attention(q, *(t.contiguous() for t in one), ids, **case.kwargs)
+    assert torch.equal(got, want) and bool(got.any())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -114,9 +116,8 @@ def msa_decode_step(
         k_scale, v_scale, k_global_scale, v_global_scale, q_offset, partial_dtype, force_fused, workspace, out, lse_out,
     )  # fmt: skip
     reads_values = not torch.compiler.is_compiling() and os.environ.get("MSA_OPS_CHECK") == "1"
-    if reads_values:
-        q2k_out.fill_(-1)  # no id exists yet, and checking mode would read whatever lies there
-    problem = check(call)
+    no_ids = call._replace(q2k_indices=torch.full_like(q2k_out, -1).transpose(0, 1)) if reads_values else call
+    problem = check(no_ids)  # ids do not exist yet, and checking mode would read whatever lies in their place
     inputs = {**call._asdict(), "q2k_indices": None, "index_q": index_q, "index_k": index_k}
     check_destination("score_out", score_out, inputs)
     check_destination("q2k_out", q2k_out, {**inputs, "score_out": score_out})
@@ -134,6 +135,7 @@ def msa_decode_step(
     choose_blocks(index_q, index_k, page_table, extents, score_out, q2k_out, local_blocks, sink_blocks)
     if reads_values:
         check(call)
+        problem = replace(problem, q2k_indices=call.q2k_indices)
     ops.run(problem, out, lse)
     return (out, lse) if lse is not None else out
 
@@ -159,6 +161,7 @@ def choose_blocks(
 
 
 _starts: dict[tuple[torch.device, int], Tensor] = {}
+_starts_lock = threading.Lock()
 _outgrown: list[Tensor] = []  # a CUDA graph may hold their addresses
 
 
@@ -176,11 +179,13 @@ def query_starts(batch: int, seqlen_q: int, device: torch.device) -> Tensor:
     if traced or capturing or size * seqlen_q > _INT32_MAX:
         return torch.arange(0, batch * seqlen_q + 1, seqlen_q, dtype=torch.int32, device=device)
     # Copied from the host, which waits for it: another stream may read it next.
-    made = torch.arange(0, size * seqlen_q, seqlen_q, dtype=torch.int32).to(device)
+    made = torch.arange(0, size * seqlen_q, seqlen_q, dtype=torch.int32, device="cpu").to(device)
     if type(made) in _PLAIN_TENSORS:
-        if kept is not None:
-            _outgrown.append(kept)
-        _starts[device, seqlen_q] = made
+        with _starts_lock:
+            replaced = _starts.get((device, seqlen_q))
+            if replaced is not None:
+                _outgrown.append(replaced)
+            _starts[device, seqlen_q] = made
     return made[: batch + 1]
 
 

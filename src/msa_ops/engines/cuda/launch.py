@@ -251,10 +251,6 @@ def plan_of(problem: DecodeProblem) -> LaunchPlan:
 
 
 def _plan(problem: DecodeProblem, shape: Shape) -> LaunchPlan:
-    if shape.kv_format not in SERVED_FORMATS:
-        raise NotImplementedError(
-            f"k is {shape.kv_format.name}: the CUDA engine of this version reads bf16, fp16 and fp8 KV; NVFP4 runs on the CPU"
-        )
     index = problem.q.device.index
     facts = device_facts(index)
     return plan_for(shape, facts, lambda variant: cluster_room(variant, index))
@@ -373,8 +369,9 @@ def _encode_map(address: int, shape: tuple[int, ...], strides: tuple[int, ...], 
         strides = (*strides[:2], 2 * strides[2], strides[3])
     order = (3, 2, 1, 0) if len(shape) == 4 else (2, 0, 1)  # bytes of a row, rows, heads, pages
     row = shape[-1] * size
-    dims = [row] + [max(1, shape[i]) for i in order[1:]]
-    steps = [strides[i] * size if shape[i] > 1 else 16 for i in order[1:]]
+    # A dim whose stride is 0 (an expanded cache) has but one entry, which the kernel asks for.
+    dims = [row] + [max(1, shape[i]) if strides[i] else 1 for i in order[1:]]
+    steps = [strides[i] * size if shape[i] > 1 and strides[i] else 16 for i in order[1:]]
     column = min(row, 128)
     swizzle = d.CUtensorMapSwizzle
     encoded = check(
@@ -464,10 +461,12 @@ class _Launcher:
         row = 2 if paged else 0
         scale_layout, k_scale, v_scale = _scale_layout(p)
         offset = p.q_offset_int
-        if (
-            q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()
-        ) & 15:  # unseen by the contract in a compiled graph
+        # Unseen by the contract in a compiled graph.
+        if (q.data_ptr() | k.data_ptr() | v.data_ptr() | out.data_ptr()) & 15:
             raise ValueError("q, k, v and out must start on a 16-byte boundary")
+        start = 16 if scale_layout == _SCALES_PLANAR else 4
+        if (_pointer(p.k_scale) | _pointer(p.v_scale)) % start:
+            raise ValueError(f"k_scale and v_scale must start on a {start}-byte boundary")
         maps = tensor_maps(k, v, plan.variant, modern)
         _PARAMS.pack_into(
             self.block, 0, *maps,

@@ -87,7 +87,7 @@ class Variant:
         partial results meet."""
         scaled = self.kv_format is KVFormat.NVFP4
         stage = self.tile * (ROW_BYTES[self.kv_format] + scaled * SCALES_PER_ROW) * 2
-        value_scales = scaled * self.warps * 640
+        value_scales = scaled * self.warps * VALUE_SCALE_BYTES
         meeting = ROW_TILE * HEAD_DIM * 4 if combine is Combine.CLUSTER or self.groups > 1 else 0
         return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + value_scales + meeting)
 
@@ -97,6 +97,8 @@ class Variant:
         return self.dynamic_bytes(Combine.CLUSTER)
 
 
+VALUE_SCALE_BYTES = 640
+"""Of a warp's table of widened scales of V (product.cuh)."""
 ROW_BYTES = {KVFormat.BF16: 256, KVFormat.FP16: 256, KVFormat.FP8: 128, KVFormat.NVFP4: 64}
 
 

@@ -155,6 +155,7 @@ DEVICE void copy_tile(const Params &p, const TileSource &tile, int head, u8 *sta
 #ifdef HAS_CLUSTER
   const bool gathered = SCALED && scales_gathered(p);
   if (lane == 0) {
+    // A dim whose stride is 0 (an expanded cache) has but one entry in the tensor map.
     const bool paged = p.paged;
     const int row = paged ? tile.skip : tile.block + tile.skip, page = paged ? tile.block : 0;
 #pragma unroll
@@ -167,8 +168,8 @@ DEVICE void copy_tile(const Params &p, const TileSource &tile, int head, u8 *sta
       if (!data) continue;
 #pragma unroll
       for (int column = 0; column < ROW_BYTES / COLUMN; column++)
-        copy_box(to + side * SIDE_BYTES + column * TILE * COLUMN, side ? &p.v_map : &p.k_map, column * COLUMN, row, head, page,
-                 paged, barrier, policy);
+        copy_box(to + side * SIDE_BYTES + column * TILE * COLUMN, side ? &p.v_map : &p.k_map, column * COLUMN, row,
+                 (side ? p.v_head : p.k_head) ? head : 0, (side ? p.v_page : p.k_page) ? page : 0, paged, barrier, policy);
       if (scales)
         copy_scales(to + 2 * SIDE_BYTES + side * SCALE_BYTES,
                     side ? p.v_scale + page * p.vs_page + head * p.vs_head : p.k_scale + page * p.ks_page + head * p.ks_head,

@@ -46,11 +46,14 @@ DEVICE void store_output(const Params &p, i64 row, int dim, float a) {
 // What an output in units of V is multiplied with. It may be as large as float32 goes: nothing but an output meets it.
 DEVICE float output_factor(const Params &p) { return p.output_scale * (p.v_global ? *p.v_global : 1.f); }
 
+// Whether a row had a key, by the sum of its weights. A sum of NaN, from an attended NaN, had one, and stays NaN.
+DEVICE bool has_keys(float sum) { return sum != 0.f; }
+
 // What an unnormalised sum of weights times widened V is multiplied with to be in units of V; 0 where there was no key.
-DEVICE float normaliser(float sum) { return sum > 0.f ? __fdividef(KV_FACTOR, sum) : 0.f; }
+DEVICE float normaliser(float sum) { return has_keys(sum) ? __fdividef(KV_FACTOR, sum) : 0.f; }
 
 DEVICE void store_lse(const Params &p, i64 row, float base, float sum) {
-  if (p.lse) p.lse[row] = sum > 0.f ? (base + log2_approx(sum)) * 0.693147180559945f : NEG_INF;
+  if (p.lse) p.lse[row] = has_keys(sum) ? (base + log2_approx(sum)) * 0.693147180559945f : NEG_INF;
 }
 
 // The sums of a row over a group's warps; every thread gets its two rows'.
@@ -171,7 +174,7 @@ template <int RANKS> struct Meeting {
       for (int d = PARTS / 2; d >= 1; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
       const float scale = normaliser(sum);
 #pragma unroll
-      for (int i = 0; i < DIMS; i++) x[i] = sum > 0.f ? x[i] * scale * factor : 0.f;
+      for (int i = 0; i < DIMS; i++) x[i] = has_keys(sum) ? x[i] * scale * factor : 0.f;
       if (RANKS == 1 && p.combine == COMBINE_SCRATCH) {
         const i64 at = share * ROWS + row;
         if constexpr (DIMS == 4) {
@@ -221,7 +224,7 @@ DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, con
       OutVector x;
       output_vector(o, i, r, x);
 #pragma unroll
-      for (int e = 0; e < OUT_VECTOR; e++) x[e] = t.sum[r] > 0.f ? x[e] * scale * factor : 0.f;
+      for (int e = 0; e < OUT_VECTOR; e++) x[e] = has_keys(t.sum[r]) ? x[e] * scale * factor : 0.f;
       const int dim = vector_dim(warp, lane, i);
 #pragma unroll
       for (int e = 0; e < OUT_VECTOR; e += 2) {

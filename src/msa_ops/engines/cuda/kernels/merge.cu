@@ -20,13 +20,14 @@ extern "C" __global__ void __launch_bounds__(128) msa_merge(const __grid_constan
     const i64 line = line0 + (i64)c * ROWS;
     const float2 s = state[line];
     const float weight = exp2_approx(s.x - from) * s.y;
+    if (weight == 0.f) continue; // nothing of it counts, not even an overflow of its dtype
     const float2 a = load_partial(p, line * HEAD_DIM + lane * 4), b = load_partial(p, line * HEAD_DIM + lane * 4 + 2);
     sum += weight;
     x[0] += a.x * weight, x[1] += a.y * weight, x[2] += b.x * weight, x[3] += b.y * weight;
   }
-  const float scale = sum > 0.f ? 1.f / sum : 0.f, factor = output_factor(p);
+  const float scale = has_keys(sum) ? 1.f / sum : 0.f, factor = output_factor(p);
 #pragma unroll
-  for (int i = 0; i < 4; i++) x[i] = sum > 0.f ? x[i] * scale * factor : 0.f;
+  for (int i = 0; i < 4; i++) x[i] = has_keys(sum) ? x[i] * scale * factor : 0.f;
   store_output(p, row, lane * 4, x[0], x[1]), store_output(p, row, lane * 4 + 2, x[2], x[3]);
   if (lane == 0) store_lse(p, row, maximum, sum);
 }

@@ -1,9 +1,12 @@
+// To the range of fp16; NaN stays.
+DEVICE float saturated(float x) { return x > 65504.f ? 65504.f : x < -65504.f ? -65504.f : x; }
+
 // Partial results in device memory (scratch route), in pairs of neighbouring dims.
 DEVICE void store_partial(const Params &p, i64 element, float a, float b) {
   switch (p.partial_type) {
   case PARTIAL_FP32: *(float2 *)((float *)p.partial + element) = make_float2(a, b); break;
   case PARTIAL_BF16: *(u32 *)((u16 *)p.partial + element) = pack_bf16(a, b); break;
-  case PARTIAL_FP16: *(u32 *)((u16 *)p.partial + element) = pack_fp16(a, b); break;
+  case PARTIAL_FP16: *(u32 *)((u16 *)p.partial + element) = pack_fp16(saturated(a), saturated(b)); break;
   default: *(u16 *)((u8 *)p.partial + element) = narrow_fp8(a, b); break;
   }
 }

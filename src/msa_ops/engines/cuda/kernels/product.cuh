@@ -50,7 +50,7 @@ struct LaneOffsets {
 constexpr int VALUE_SCALE_PITCH = 80;
 constexpr int VALUE_SCALE_BYTES = SCALED ? 8 * VALUE_SCALE_PITCH : 0; // of one warp
 
-// Groups 2 warp and 2 warp + 1 of two keys each (fp16 pairs: both groups of a key), to the table.
+// An fp16 pair, groups 2 warp and 2 warp + 1 of one key, to the table.
 DEVICE void put_value_scales(u8 *at, u32 pair) {
   *(u16 *)at = (u16)pair;
   *(u16 *)(at + 4 * VALUE_SCALE_PITCH) = (u16)(pair >> 16);

@@ -5,10 +5,11 @@ struct Softmax {
   float base[2];    // the largest score when it was last raised, plus BIAS; -inf until a key was seen
   float sum[2];
 
-  // Allowed growth of the largest score before anything is rescaled: weights up to 2^8 stay far inside fp16.
+  // Allowed growth of the largest score before anything is rescaled.
   static constexpr float SLACK = 8.f;
-  // Weights in bf16 are taken 2^20 smaller, so that sums of the largest bf16 values stay inside float32.
-  static constexpr float BIAS = PRODUCT_BF16 ? 20.f : 0.f;
+  // Weights in bf16 are taken 2^20 smaller, so that sums of the largest bf16 values stay inside float32. Weights in fp16 are taken
+  // 2^7 larger, 2^15 with the slack, so that small ones, which the sum counts, are not lost where many meet few large ones.
+  static constexpr float BIAS = PRODUCT_BF16 ? 20.f : -7.f;
 
   DEVICE_MEMBER void reset(const float *row_scale, int lane) {
 #pragma unroll
