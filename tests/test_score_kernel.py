@@ -14,7 +14,7 @@ from torch import Tensor
 
 from msa_ops.contract import FP8
 from msa_ops.engines.cuda import compile as compiler
-from msa_ops.engines.cuda import score
+from msa_ops.engines.cuda import programs, score
 from msa_ops.selection import ScoreProblem
 from test_cuda_compile import QUARTERS, REGISTERS, c_layout, c_size, usages
 
@@ -243,3 +243,26 @@ def test_work_past_32_bits_is_counted_in_larger_units() -> None:
     assert p.grain > 0
     assert ((1 << 20) // p.tile_tokens + 4) * 4 * p.head_tiles * -(-(1 << 20) >> p.grain) < 1 << 31
     assert plan().grain == 0
+
+
+def test_scoring_asks_for_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shared memory for the blocks that are to be resident, in whole per cent of the multiprocessor's, rounded up."""
+    from types import SimpleNamespace
+
+    asked = []
+    attributes = SimpleNamespace(
+        CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES="static", CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT="share"
+    )
+    fake = SimpleNamespace(
+        CUfunction_attribute=attributes,
+        CUdevice_attribute=SimpleNamespace(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR="most"),
+        cuKernelGetAttribute=lambda attribute, kernel, device: (0, {"static": 2656}[attribute]),
+        cuDeviceGetAttribute=lambda attribute, device: (0, {"most": 233472}[attribute]),
+        cuKernelSetAttribute=lambda *args: asked.append(args) or (0,),
+    )
+    monkeypatch.setattr(programs, "driver", lambda: fake)
+    programs._leave_cache("kernel", "device", 4)
+    programs._leave_cache("kernel", "device", 1000)
+    assert asked == [("share", 7, "kernel", "device"), ("share", 100, "kernel", "device")]
+    for program in score.PROGRAMS:
+        assert len(program.resident) == len(program.entries)

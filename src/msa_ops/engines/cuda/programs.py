@@ -16,6 +16,7 @@ import torch
 
 from . import compile as compiler
 from .driver import check, driver, ensure_context, launch_config, load_library
+from .plan import SYSTEM_SHARED
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,10 @@ class KernelProgram:
     defines: tuple[str, ...] = ()
     max_shared: int = 0
     """Most dynamic shared memory of a launch, in bytes."""
+    resident: tuple[int, ...] = ()
+    """For each entry point, blocks that a multiprocessor is to hold, where the first-level cache matters to it: shared
+    memory is asked for these and no more. Left to itself the driver may keep the split of the kernel before, and the
+    attention leaves next to no cache."""
 
 
 def all_programs() -> tuple[KernelProgram, ...]:
@@ -80,7 +85,7 @@ def functions(program: KernelProgram, device: int) -> dict[str, Any]:
         d = driver()
         handle = check(d.cuDeviceGet(device), "opening the device")
         found = {}
-        for entry in program.entries:
+        for place, entry in enumerate(program.entries):
             kernel = check(d.cuLibraryGetKernel(library, entry.encode()), f"looking up {entry}")
             if program.max_shared:
                 check(
@@ -92,11 +97,33 @@ def functions(program: KernelProgram, device: int) -> dict[str, Any]:
                     ),
                     "raising the shared memory limit",
                 )
+            if program.resident:
+                _leave_cache(kernel, handle, program.resident[place])
             # Lazy loading would do this at the first launch, which may be inside a capture.
             check(d.cuKernelGetFunction(kernel), "loading code onto the device")
             found[entry] = d.CUfunction(int(kernel))  # the launch call takes a CUkernel in its place
         state.functions[program, device] = found
     return found
+
+
+def _leave_cache(kernel: Any, handle: Any, resident: int) -> None:
+    """Ask for the shared memory of `resident` blocks a multiprocessor of the device `handle`; the rest is cache."""
+    d = driver()
+    static = check(
+        d.cuKernelGetAttribute(d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel, handle),
+        "reading a kernel's shared memory",
+    )
+    most = check(
+        d.cuDeviceGetAttribute(d.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, handle),
+        "reading the device's limits",
+    )
+    share = min(100, -(-100 * resident * (static + SYSTEM_SHARED) // most))
+    check(
+        d.cuKernelSetAttribute(
+            d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, share, kernel, handle
+        ),
+        "preferring cache over shared memory",
+    )
 
 
 def warm_up(device: int) -> list[str]:

@@ -38,12 +38,18 @@ calls: Counter[str] = Counter()
 """Launches, by program and entry point."""
 
 
+def resident_blocks(columns: int) -> int:
+    """Thread blocks that a multiprocessor runs at once, as the kernel's launch bounds say."""
+    return 4 if columns == COLUMNS[0] else 3
+
+
 def _program(k_format: str, split_query: bool) -> programs.KernelProgram:
     return programs.KernelProgram(
         f"score-{k_format}{'-fp16q' if split_query else ''}",
         ("score.cuh", "widen.cuh", "score_work.cuh", "score.cu"),
         _ENTRIES,
         (f"-DKV_FORMAT={_FORMATS.index(k_format)}", f"-DQUERY_PARTS={2 if split_query else 1}", _NO_WARNING),
+        resident=tuple(resident_blocks(columns) for columns in COLUMNS),
     )
 
 
@@ -55,11 +61,6 @@ PROGRAMS = (*_BY_FORMAT.values(), _SPLIT_QUERY)
 def program_for(q: torch.dtype, k: torch.dtype) -> programs.KernelProgram:
     """fp16 queries of bf16 keys are the sum of two bf16 operands, and have a program of their own."""
     return _SPLIT_QUERY if (q, k) == (torch.float16, torch.bfloat16) else _BY_FORMAT[_FORMAT[k]]
-
-
-def resident_blocks(columns: int) -> int:
-    """Thread blocks that a multiprocessor runs at once, as the kernel's launch bounds say."""
-    return 4 if columns == COLUMNS[0] else 3
 
 
 @dataclass(frozen=True, slots=True)
