@@ -27,7 +27,7 @@ from msa_ops.bench.cpu import MEMORY_BAR_MIB
 from msa_ops.bench.peers import UNKNOWN
 from msa_ops.bench.report import host_words, summary_lines, table
 from msa_ops.contract import _KV_FORMATS_OF_Q, _OUT_DTYPE, KVFormat
-from msa_ops.engines.cuda.plan import SERVED_FORMATS, SHARED_PER_BLOCK
+from msa_ops.engines.cuda.plan import SHARED_PER_BLOCK
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,17 +58,16 @@ def pages() -> list[Path]:
 
 def devices() -> str:
     """The device table."""
-    served = ", ".join(NAMES[f] for f in KVFormat if f in SERVED_FORMATS)
-    layouts = "all below" if KVFormat.NVFP4 in SERVED_FORMATS else "all below, but those of NVFP4"
+    kv = ", ".join(NAMES[f] for f in KVFormat)
     others = ", ".join(f"{a}.{b}" for a, b in SHARED_PER_BLOCK if (a, b) != (9, 0))
     return _table(
         ("device", "KV dtypes", "layouts", "features", "tested"),
         [
-            ("CPU", ", ".join(NAMES[f] for f in KVFormat), "all below",
-             "all below; `force_fused`, `partial_dtype` and `workspace` have no effect", "`make test`"),
-            ("NVIDIA GPU, compute capability 9.0", served, layouts, "all below; CUDA graphs",
+            ("CPU", kv, "all below", "all below; `force_fused`, `partial_dtype` and `workspace` have no effect",
+             "`make test`"),
+            ("NVIDIA GPU, compute capability 9.0", kv, "all below", "all below; CUDA graphs",
              f"on an {h200()['card'].removeprefix('NVIDIA ')} ([what ran](docs/kernel-notes.md#state-of-verification))"),
-            (f"NVIDIA GPU, compute capability {others}", served, "as for 9.0", "as for 9.0",
+            (f"NVIDIA GPU, compute capability {others}", kv, "as for 9.0", "as for 9.0",
              "kernels compiled for each, not run"),
         ],
     )  # fmt: skip
@@ -78,53 +77,9 @@ def dtypes() -> str:
     """The matrix of query and KV dtypes."""
     rows = []
     for q, allowed in _KV_FORMATS_OF_Q.items():
-        cells = ["no" if f not in allowed else "CPU, GPU" if f in SERVED_FORMATS else "CPU" for f in KVFormat]
+        cells = ["CPU, GPU" if f in allowed else "no" for f in KVFormat]
         rows.append((DTYPES[q], *cells, DTYPES[_OUT_DTYPE[q]]))
-    matrix = _table(("q", *(f"{NAMES[f]} KV" for f in KVFormat), "output"), rows)
-    if all(f in SERVED_FORMATS for f in KVFormat):
-        return matrix
-    return matrix + '\n"CPU" alone: the CUDA engine of this version raises `NotImplementedError`.\n'
-
-
-def unserved() -> str:
-    """What is not supported, as a list: what the CUDA engine lacks first."""
-    missing = [f"{NAMES[f]} KV on CUDA tensors (`NotImplementedError`; the CPU engine serves it)." for f in _missing()]
-    return "".join(f"- {item}\n" for item in [*missing, *NOT_SUPPORTED])
-
-
-def _missing() -> list[KVFormat]:
-    """KV formats that the CUDA engine does not read."""
-    return [f for f in KVFormat if f not in SERVED_FORMATS]
-
-
-NOT_SUPPORTED = (
-    "A head dim, key block or page other than 128.",
-    "Prefill, and query lengths that differ between the requests of a batch (mixed prefill and decode).",
-    "Left-padded rows without `q_offset`; the transformers integration refuses them and says to pad on the right.",
-    "Attention sinks; fp8 scales per token or per head (there is one factor for all K and one for all V).",
-    "Gradients: inputs that require grad are refused while grad mode is on.",
-)
-
-
-def flashinfer() -> str:
-    """What becomes of each name of flashinfer.msa_ops."""
-    lacks = KVFormat.NVFP4 in _missing()
-    note = "; NVFP4 KV is on the CPU only so far" if lacks else ""
-    warm = "; the warm-up raises `NotImplementedError` on CUDA devices, and `warmup(device)` serves the other KV dtypes"
-    decode = f"the same, and `lse_out=` (keyword). No input form is tied to a GPU generation{note}"
-    workspace = (
-        "the same name; optional everywhere, bound to a device, not to tensors; calls that share one go on one stream"
-    )
-    nvfp4 = "`msa_decode_nvfp4_specialized_warmup`, `msa_decode_nvfp4_specialized_stats`"
-    rows = [
-        ("`msa_sparse_decode_attention`", decode),
-        ("`msa_topk_select`, `msa_proxy_score`, `msa_proxy_score_fp4`", "the same, with any top-k"),
-        ("`MSASparseAttentionWorkspace`", workspace),
-        ("`supports_packed_kv`, `SUPPORTS_PACKED_KV`", "true wherever the package runs"),
-        (nvfp4, f"the same names{warm if lacks else '; `warmup(device)` is for every KV dtype'}"),
-        ("`msa_sparse_attention`, `msa_icp_*`, `msa_prefill_*`", "not here"),
-    ]
-    return _table(("`flashinfer.msa_ops`", "here"), rows)
+    return _table(("q", *(f"{NAMES[f]} KV" for f in KVFormat), "output"), rows)
 
 
 # --- the run ---
@@ -326,9 +281,8 @@ def explain() -> str:
 
 
 BLOCKS: dict[str, Callable[[], str]] = {
-    "devices": devices, "dtypes": dtypes, "flashinfer": flashinfer, "unserved": unserved, "machine": machine,
-    "headline": headline, "verdicts": verdicts, "tables": tables, "host": host, "accuracy": accuracy, "tested": tested,
-    "cpu": cpu, "explain": explain,
+    "devices": devices, "dtypes": dtypes, "machine": machine, "headline": headline, "verdicts": verdicts, "tables": tables,
+    "host": host, "accuracy": accuracy, "tested": tested, "cpu": cpu, "explain": explain,
 }  # fmt: skip
 
 

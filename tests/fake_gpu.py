@@ -24,7 +24,7 @@ import msa_ops.decode
 import msa_ops.engines.cpu
 from cases import Spec, build
 from msa_ops import MSASparseAttentionWorkspace, contract, msa_sparse_decode_attention, ops
-from msa_ops.contract import DecodeCall, DecodeProblem, KVFormat
+from msa_ops.contract import DecodeCall, DecodeProblem
 from msa_ops.engines.cuda import launch, plan, prepared
 
 Call = dict[str, Any]
@@ -100,7 +100,6 @@ def install(gpu: FakeGPU, patch: pytest.MonkeyPatch) -> None:
         "cluster_room": lambda variant, _: plan.typical_room(gpu.facts, variant),
         "launch_config": lambda *key: key,
         "_encode_map": encoded,
-        "SERVED_FORMATS": tuple(KVFormat),
         "_state": launch._State(),
     }.items():
         patch.setattr(launch, name, value)

@@ -419,8 +419,8 @@ def test_nvfp4_has_goals_of_its_own() -> None:
     assert "NVFP4 planar over tiled: 0.943 to 0.943, limit held at 0 of 3" in lines
 
 
-def test_nvfp4_is_measured_as_soon_as_it_is_served() -> None:
-    """On the CPU it is: the inputs, the check and the rows are those of a GPU."""
+def test_nvfp4_is_measured_in_both_layouts() -> None:
+    """On the CPU: the inputs, the check and the rows are those of a GPU."""
     result = run_with([], "--kv", "nvfp4", "--seqlen-q", "1", "--preset", "grid", "--preset", "accuracy")
     assert [row["kv"] for row in result["rows"]] == ["nvfp4-planar", "nvfp4-tiled"]
     assert all(row["sides"]["ours"]["status"] == "ok" for row in result["rows"])

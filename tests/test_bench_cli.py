@@ -258,12 +258,12 @@ def test_a_wrong_result_of_ours_is_an_exit_status(tmp_path: Path, monkeypatch: p
 
 def test_what_we_refuse_is_shown_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(call: Any) -> None:
-        raise NotImplementedError("not served yet")
+        raise ValueError("MSA_OPS_COMBINE=cluster needs compute capability 9.0")
 
     monkeypatch.setattr(runner, "ours", lambda *_: Side("ours", refuse, "1"))
     fake_peers.right(monkeypatch)
     outcome = run("decode", *ONE_SHAPE, "--against", "flashinfer", "--no-plots", "--out", str(tmp_path))
-    assert outcome.exit_code == 0 and "[1] NotImplementedError: not served yet" in words(outcome)
+    assert outcome.exit_code == 0 and "[1] ValueError: MSA_OPS_COMBINE=cluster needs" in words(outcome)
     assert "refused [1]" in (tmp_path / "decode.md").read_text()
 
 

@@ -13,7 +13,6 @@ from msa_ops.engines.cuda import launch, plan
 from msa_ops.engines.cuda.plan import (
     MAX_GRID,
     ROW_TILE,
-    SERVED_FORMATS,
     SHARED_PER_BLOCK,
     ClusterRoom,
     Combine,
@@ -45,7 +44,7 @@ def shape(
 
 def shapes() -> Iterator[Shape]:
     for kv_format, tokens, (kv_heads, group), topk, fused in itertools.product(
-        SERVED_FORMATS, TOKENS, HEADS, (1, 2, 16, 33, 4096), (None, True, False)
+        KVFormat, TOKENS, HEADS, (1, 2, 16, 33, 4096), (None, True, False)
     ):
         yield dataclasses.replace(shape(kv_format, tokens, kv_heads, group, topk), force_fused=fused)
 
@@ -107,7 +106,7 @@ def test_variants_are_few_and_have_names_of_their_own(capability: tuple[int, int
     variants = plan.variants(capability)
     assert 0 < len(variants) <= 130
     assert len({v.name for v in variants}) == len(variants) == len({v.defines for v in variants})
-    assert {v.kv_format for v in variants} == set(SERVED_FORMATS)
+    assert {v.kv_format for v in variants} == set(KVFormat)
 
 
 def test_an_unknown_capability_is_named() -> None:
@@ -116,7 +115,7 @@ def test_an_unknown_capability_is_named() -> None:
 
 
 @every_capability
-@pytest.mark.parametrize("kv_format", SERVED_FORMATS)
+@pytest.mark.parametrize("kv_format", KVFormat)
 def test_the_usual_variant_is_resident_as_often_as_its_registers_allow(
     capability: tuple[int, int], kv_format: KVFormat
 ) -> None:
@@ -149,7 +148,7 @@ def test_plans_are_pure(capability: tuple[int, int]) -> None:
 def test_force_fused_gives_every_batch_the_same_arithmetic(capability: tuple[int, int]) -> None:
     """A request's bits may then not depend on what else is in the batch: one block an item, one variant."""
     facts = DeviceFacts.of_capability(capability)
-    for kv_format, topk in itertools.product(SERVED_FORMATS, (1, 16, 4096)):
+    for kv_format, topk in itertools.product(KVFormat, (1, 16, 4096)):
         plans = [
             planned(dataclasses.replace(shape(kv_format, tokens, topk=topk), force_fused=True), facts)
             for tokens in TOKENS
@@ -208,7 +207,7 @@ def test_without_clusters_few_items_go_through_scratch(capability: tuple[int, in
 @every_capability
 def test_force_fused_false_splits_as_far_as_the_device_allows(capability: tuple[int, int]) -> None:
     facts = DeviceFacts.of_capability(capability)
-    for kv_format, tokens, topk in itertools.product(SERVED_FORMATS, TOKENS, (1, 2, 3, 16, 100)):
+    for kv_format, tokens, topk in itertools.product(KVFormat, TOKENS, (1, 2, 3, 16, 100)):
         s = dataclasses.replace(shape(kv_format, tokens, topk=topk), force_fused=False)
         p = planned(s, facts)
         if facts.has_clusters:

@@ -18,8 +18,6 @@ from msa_ops.cli import demo as demo_command
 from msa_ops.cli import demo_report, demo_run
 from msa_ops.cli.demo_model import Choices, build_model, demo_config, step
 from msa_ops.cli.main import SUB_COMMANDS, build_app, main
-from msa_ops.contract import KVFormat
-from msa_ops.engines.cuda import plan
 from msa_ops.integrations.transformers import MSAPagedCache, enable
 from msa_ops.integrations.transformers import attention as attention_module
 
@@ -79,49 +77,34 @@ def test_the_demo_runs_and_writes_what_it_measured(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kv_dtype", demo_command.KV_DTYPES)
 @pytest.mark.parametrize("device", ["auto", "cuda"])
 def test_the_demo_runs_on_a_gpu(kv_dtype: str, device: str, tmp_path: Path) -> None:
-    """Where the CUDA engine cannot read the cache, auto runs on the CPU and says so, and cuda is refused."""
     outcome = run(
         "--context", "1K,3K", "--tokens", "8", "--kv-dtype", kv_dtype, "--device", device, "--out", str(tmp_path)
     )
-    said = one_line(outcome)
-    if KVFormat(kv_dtype) in plan.SERVED_FORMATS:
-        assert outcome.exit_code == 0 and "msa_ops ran on its CUDA engine" in said, outcome.output
-    elif device == "auto":
-        assert outcome.exit_code == 0 and "msa_ops ran on its CPU engine" in said, outcome.output
-        assert (
-            f"takes the CPU, although there is a GPU: the CUDA engine of this version does not read {kv_dtype}" in said
-        )
-    else:
-        assert outcome.exit_code == 2 and "Take --device cpu" in said, outcome.output
+    assert outcome.exit_code == 0 and "msa_ops ran on its CUDA engine" in one_line(outcome), outcome.output
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    monkeypatch.setattr(plan, "SERVED_FORMATS", frozenset({KVFormat.BF16, KVFormat.FP8}))
 
 
-@pytest.mark.parametrize(
-    "kv_dtype, capability, lack",
-    [
-        ("bf16", (9, 0), None),
-        ("fp8", (8, 0), None),
-        ("nvfp4", (9, 0), "the CUDA engine of this version does not read nvfp4 caches"),
-        ("bf16", (7, 5), "the CUDA engine needs compute capability 8.0 or newer, this GPU has 7.5"),
-    ],
-)
-def test_a_gpu_that_cannot_serve_the_demo_is_left_aside_and_named(
-    kv_dtype: str, capability: tuple[int, int], lack: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)])
+def test_a_gpu_that_can_serve_the_demo_is_taken(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_gpu(monkeypatch, capability)
-    assert demo_command.choose_device("cpu", kv_dtype) == ("cpu", "")
-    if lack is None:
-        assert all(demo_command.choose_device(device, kv_dtype) == ("cuda", "") for device in ("auto", "cuda"))
-        return
-    chosen, note = demo_command.choose_device("auto", kv_dtype)
-    assert chosen == "cpu" and note == f"--device auto takes the CPU, although there is a GPU: {lack}."
-    with pytest.raises(ValueError, match=rf"--device cuda with --kv-dtype {kv_dtype}: {lack}\. Take --device cpu"):
-        demo_command.choose_device("cuda", kv_dtype)
+    assert demo_command.choose_device("cpu") == ("cpu", "")
+    assert all(demo_command.choose_device(device) == ("cuda", "") for device in ("auto", "cuda"))
+
+
+def test_a_gpu_that_cannot_serve_the_demo_is_left_aside_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    lack = "the CUDA engine needs compute capability 8.0 or newer, this GPU has 7.5"
+    pretend_gpu(monkeypatch, (7, 5))
+    assert demo_command.choose_device("cpu") == ("cpu", "")
+    assert demo_command.choose_device("auto") == (
+        "cpu",
+        f"--device auto takes the CPU, although there is a GPU: {lack}.",
+    )
+    with pytest.raises(ValueError, match=rf"--device cuda: {lack}\. Take --device cpu"):
+        demo_command.choose_device("cuda")
 
 
 def test_the_demo_says_that_it_left_a_gpu_aside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

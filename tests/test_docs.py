@@ -19,7 +19,7 @@ import torch
 
 import msa_ops
 from msa_ops.contract import _KV_FORMATS_OF_Q, KVFormat
-from msa_ops.engines.cuda.plan import SERVED_FORMATS, SHARED_PER_BLOCK
+from msa_ops.engines.cuda.plan import SHARED_PER_BLOCK
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
@@ -185,7 +185,7 @@ def test_dtype_matrix_is_the_codes() -> None:
     assert set(formats) == set(KVFormat)
     want = []
     for dtype, allowed in _KV_FORMATS_OF_Q.items():
-        cells = ["no" if f not in allowed else "CPU, GPU" if f in SERVED_FORMATS else "CPU" for f in formats]
+        cells = ["CPU, GPU" if f in allowed else "no" for f in formats]
         out = msa_ops.contract._OUT_DTYPE[dtype]
         want.append([QUERY_NAMES[dtype], *cells, QUERY_NAMES[out]])
     assert table(README, "q") == want
@@ -216,7 +216,7 @@ def test_device_rows_are_the_codes() -> None:
     listed = [(int(a), int(b)) for device in rows for a, b in re.findall(r"(\d+)\.(\d+)", device)]
     assert sorted(listed) == sorted(SHARED_PER_BLOCK)
     for cell in rows.values():
-        assert formats(cell) == set(SERVED_FORMATS)
+        assert formats(cell) == set(KVFormat)
 
 
 def environment_variables_read(source: str) -> set[str]:
@@ -380,17 +380,6 @@ def test_the_benchmark_page_keeps_every_row_and_marks_the_losing_ones() -> None:
         if row["best"]:
             losing += sum(time / times[row["best"]] < 1 for time in times.values())
     assert bold == losing
-
-
-def test_without_nvfp4_on_cuda_no_page_claims_it(figures: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(figures, "SERVED_FORMATS", (KVFormat.BF16, KVFormat.FP16, KVFormat.FP8))
-    gpu = [line for line in figures.devices().splitlines() if "NVIDIA" in line]
-    assert gpu and all("NVFP4" not in line.split("|")[2] for line in gpu) and "but those of NVFP4" in gpu[0]
-    assert [line.split("|")[5].strip() for line in figures.dtypes().splitlines()[2:5]] == ["CPU"] * 3
-    assert figures.unserved().startswith("- NVFP4 KV on CUDA tensors") and "CPU only so far" in figures.flashinfer()
-    monkeypatch.setattr(figures, "SERVED_FORMATS", tuple(KVFormat))
-    assert "but those" not in figures.devices() and "NVFP4" not in figures.unserved()
-    assert "CPU only" not in figures.flashinfer() and "NotImplementedError" not in figures.dtypes()
 
 
 def later_run(run: dict[str, Any]) -> dict[str, Any]:

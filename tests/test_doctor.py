@@ -25,7 +25,7 @@ from msa_ops.cli.main import build_app
 from msa_ops.contract import _KV_FORMATS_OF_Q, KVFormat, KVLayout, ScaleLayout
 from msa_ops.doctor import Cache, CachedArchitecture, Gpu, Machine, Missing
 from msa_ops.engines.cuda import compile as compiler
-from msa_ops.engines.cuda import plan
+from msa_ops.engines.cuda import plan, programs
 from msa_ops.selftest import CompileResult, NumericResult, Route
 
 H200 = Gpu(0, "NVIDIA H200", (9, 0), 150 * 2**30, 132, 232448, 233472)
@@ -156,7 +156,7 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
             want = special(route.kv, facts) if special else plan.choose_variant(route.kv, facts)
             assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
-    assert tested == set(plan.variants_for(facts, plan.SERVED_FORMATS))
+    assert tested == set(plan.variants_for(facts, tuple(KVFormat)))
 
 
 def test_the_problem_of_the_wide_kernel_is_right_on_the_cpu() -> None:
@@ -320,9 +320,9 @@ def test_the_cache_is_counted_by_version_and_architecture(tmp_path: Path, monkey
     empty = doctor.read_cache()
     assert (empty.folder, empty.exists, empty.writable, empty.files) == ("~/kernels", False, True, 0)
     assert not (tmp_path / "kernels").exists(), "reading creates nothing"
-    wanted = plan.variants((9, 0))
-    for variant in wanted:
-        compiler.write_cached(variant, "sm_90", b"cubin", (13, 0))
+    wanted: list[compiler.Program] = [*plan.variants((9, 0)), *programs.all_programs()]
+    for kernel in wanted:
+        compiler.write_cached(kernel, "sm_90", b"cubin", (13, 0))
     compiler.write_cached(plan.variants((8, 0))[0], "sm_80", b"cubin", (13, 0))
     other = tmp_path / "kernels" / "ffffffffffffffff" / "sm_90" / "old.cubin"
     other.parent.mkdir(parents=True)
@@ -330,6 +330,25 @@ def test_the_cache_is_counted_by_version_and_architecture(tmp_path: Path, monkey
     cache = doctor.read_cache()
     assert cache.files == len(wanted) + 1 and cache.files_of_other_versions == 1 and cache.bytes > 0
     assert cache.holds("sm_90") and not cache.holds("sm_80") and not cache.holds("sm_100a") and not cache.holds(None)
+    assert cache.architectures[1] == CachedArchitecture("sm_90", len(wanted), len(wanted))
+
+
+@pytest.mark.parametrize("lacking", range(2), ids=["an attention kernel", "a kernel beside the attention"])
+def test_a_cache_that_lacks_one_kernel_of_any_kind_is_not_complete(
+    lacking: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", str(tmp_path))
+    kinds: list[list[compiler.Program]] = [[*plan.variants((9, 0))], [*programs.all_programs()]]
+    wanted = [*kinds[0], *kinds[1]]
+    missing = kinds[lacking][-1]
+    for kernel in wanted:
+        if kernel is not missing:
+            compiler.write_cached(kernel, "sm_90", b"cubin", (13, 0))
+    cache = doctor.read_cache()
+    assert cache.architectures == (CachedArchitecture("sm_90", len(wanted) - 1, len(wanted)),)
+    assert not cache.holds("sm_90")
+    compiler.write_cached(missing, "sm_90", b"cubin", (13, 0))
+    assert doctor.read_cache().holds("sm_90")
 
 
 def test_a_file_in_the_caches_place_is_not_writable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

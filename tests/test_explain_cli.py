@@ -15,7 +15,6 @@ import typer.testing
 
 import msa_ops
 from cases import Spec, build
-from msa_ops.cli import explain
 from msa_ops.cli.explain import CallShape, explain_shape
 from msa_ops.cli.main import build_app
 from msa_ops.contract import KVFormat
@@ -51,7 +50,7 @@ def run(*arguments: str) -> Any:
 @pytest.mark.parametrize("capability", list(plan.SHARED_PER_BLOCK))
 def test_the_plan_is_the_engines(capability: tuple[int, int]) -> None:
     facts = plan.DeviceFacts.of_capability(capability, 100)
-    for kv in plan.SERVED_FORMATS:
+    for kv in KVFormat:
         for batch in (1, 7, 22, 64):
             want = plan.plan_for(
                 plan.Shape(kv, 2 * batch, 4, 16, 16), facts, functools.partial(plan.typical_room, facts)
@@ -152,7 +151,8 @@ def test_every_row_is_expected_as_measured(row: dict[str, Any]) -> None:
     least, most = report.kv_bytes
     assert least <= row["unique_bytes"] <= most and (least == most) == (row["seqlen_q"] == 1)
     assert report.floor_us is not None
-    assert report.floor_us[0] - 0.01 <= row["floor_us"] <= report.floor_us[1] + 0.01
+    off = 0.01 + row["floor_us"] * 0.0005 / TABLE["ceiling_tb_s"]  # the table's ceiling has three decimals
+    assert report.floor_us[0] - off <= row["floor_us"] <= report.floor_us[1] + off
 
 
 def test_between_two_rows_the_time_is_on_their_line() -> None:
@@ -245,12 +245,6 @@ def test_wrong_options_are_named(arguments: tuple[str, ...], message: str) -> No
     done = run(*arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
-
-
-def test_a_kv_dtype_that_the_engine_does_not_read_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explain, "SERVED_FORMATS", (KVFormat.BF16,))
-    done = run("--arch", "9.0", "--kv", "fp8")
-    assert done.exit_code == 2 and "--device cpu explains" in " ".join(done.output.replace("│", " ").split())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where torch sees no GPU")

@@ -22,15 +22,13 @@ from typing import Any
 import torch
 
 from . import selftest
-from .contract import KVFormat
 from .engines.cuda import compile as compiler
-from .engines.cuda import plan
+from .engines.cuda import plan, programs
 from .selftest import CompileResult, NumericResult
 
 SCHEMA_VERSION = 1
 TARGET_WITHOUT_GPU = (9, 0)
 """Compute capability that the compile self-test builds for where there is no GPU."""
-_NOT_SERVED = "not served on CUDA devices in this version; the CPU serves it"
 _HIDING = "CUDA_VISIBLE_DEVICES"
 _REPORTED = (_HIDING, "CUDA_DEVICE_ORDER")
 
@@ -134,7 +132,8 @@ class Missing:
 
 @dataclass(frozen=True, slots=True)
 class RouteReport:
-    """How one device serves one route. `engine` is None where nothing serves it, and `why_not` then says why."""
+    """How one device serves one route. `engine`: None on a GPU that is not supported. `why_not`: why nothing can run there,
+    None where the route was tested."""
 
     device: str
     q: str
@@ -316,8 +315,9 @@ def read_cache() -> Cache:
     mine = [path for path in files if path.parent.parent.name == compiler.source_hash()]
     architectures = []
     for capability in plan.SHARED_PER_BLOCK:
-        target, wanted = compiler.architecture(capability), plan.variants(capability)
-        held = sum(bool(compiler.read_cached(variant, target)) for variant in wanted)
+        target = compiler.architecture(capability)
+        wanted: list[compiler.Program] = [*plan.variants(capability), *programs.all_programs()]
+        held = sum(bool(compiler.read_cached(kernel, target)) for kernel in wanted)
         if held:
             architectures.append(CachedArchitecture(target, held, len(wanted)))
     place = folder.absolute()
@@ -512,13 +512,7 @@ def _examine_route(
 ) -> RouteReport:
     facts = None if gpu is None else gpu.facts
     names = (device, route.q, route.kv.value, route.layout_name)
-    if not selftest.is_served(route, facts):
-        return RouteReport(*names, None, (), f"{_display(route.kv)} is {_NOT_SERVED}", ())
     if gpu is not None and gpu.architecture is None:
         return RouteReport(*names, None, (), unusable, ())
     tests = () if unusable else tuple(numeric_test(device, route, way, facts) for way in selftest.ways(route, facts))
     return RouteReport(*names, "cpu" if gpu is None else "cuda", selftest.variants(route, facts), unusable, tests)
-
-
-def _display(kv: KVFormat) -> str:
-    return str(kv.value.upper() if kv is KVFormat.NVFP4 else kv.value)

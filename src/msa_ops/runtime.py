@@ -76,7 +76,7 @@ def msa_decode_nvfp4_specialized_stats() -> dict[str, Any]:
     """How NVFP4 is served, and what this process has loaded and run on CUDA devices.
 
     Returns:
-        ``"engines"``: for ``"cpu"`` and ``"cuda"``, whether NVFP4 KV runs there. ``"cuda_graph"``: what a capture needs.
+        ``"engines"``: True for ``"cpu"`` and for ``"cuda"``: NVFP4 KV runs on both. ``"cuda_graph"``: what a capture needs.
         ``"nvfp4_variants"``: NVFP4 kernels loaded. ``"variants"``: kernels loaded, of every KV format. ``"calls"``: calls
         that the CUDA engine served by route (``none``, ``cluster``, ``scratch``), of every KV format; calls on the CPU are
         not counted.
@@ -85,7 +85,7 @@ def msa_decode_nvfp4_specialized_stats() -> dict[str, Any]:
 
     loaded = launch.loaded_variants()
     return {
-        "engines": {"cpu": True, "cuda": KVFormat.NVFP4 in plan.SERVED_FORMATS},
+        "engines": {"cpu": True, "cuda": True},
         "cuda_graph": _CUDA_GRAPH,
         "nvfp4_variants": tuple(v.name for v in loaded if v.kv_format is KVFormat.NVFP4),
         "variants": tuple(v.name for v in loaded),

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .contract import _KV_FORMAT, _KV_FORMATS_OF_Q, _OUT_DTYPE, BLOCK_SIZE, HEAD_DIM, KVFormat, KVLayout, ScaleLayout
-from .engines.cuda.plan import SERVED_FORMATS, DeviceFacts, Variant, choose_variant, dense_variant, wide_variant
+from .engines.cuda.plan import DeviceFacts, Variant, choose_variant, dense_variant, wide_variant
 
 ROW_TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Largest ``norm(out - exact) / norm(exact)`` of an output row, by output dtype: one rounding of the weights and one of the
@@ -97,14 +97,9 @@ def routes() -> list[Route]:
     return found
 
 
-def is_served(route: Route, facts: DeviceFacts | None) -> bool:
-    """Whether an engine serves the route: the CPU's (`facts` None) serves all."""
-    return facts is None or route.kv in SERVED_FORMATS
-
-
 def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
-    """Names of the kernels that serve a route on a GPU; empty on the CPU and where nothing does."""
-    if facts is None or not is_served(route, facts):
+    """Names of the kernels that serve a route on a GPU; empty on the CPU (`facts` None)."""
+    if facts is None:
         return ()
     return tuple(v.name for v in (choose_variant(route.kv, facts), *_special(route, facts).values()))
 
@@ -114,8 +109,6 @@ def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     the kernels for one whole item a multiprocessor (``wide``) and for many (``dense``)."""
     if facts is None:
         return ("segments",)
-    if not is_served(route, facts):
-        return ()
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
     return (*found, *_special(route, facts))
 

@@ -99,7 +99,7 @@ def check_options(
         raise ValueError(f"--seed must be in 0..2^63 - 1, got {seed}")
     if kv_dtype not in KV_DTYPES:
         raise ValueError(f"--kv-dtype must be {', '.join(KV_DTYPES[:-1])} or {KV_DTYPES[-1]}, got {kv_dtype!r}")
-    device, note = choose_device(device, kv_dtype)
+    device, note = choose_device(device)
     data, name = read_text(text)
     if len(data) < contexts[-1]:
         raise ValueError(
@@ -110,15 +110,12 @@ def check_options(
     return DemoOptions(contexts, tokens, kv_dtype, seed, out, data, name, device, note)
 
 
-def choose_device(device: str, kv_dtype: str) -> tuple[str, str]:
+def choose_device(device: str) -> tuple[str, str]:
     """What ``--device`` means here: "cpu" or "cuda", and a sentence where a GPU is left aside, else an empty one.
 
     Raises `ValueError` for an unknown device, and for cuda where it cannot serve the demo.
     """
     import torch
-
-    from ..contract import KVFormat
-    from ..engines.cuda import plan
 
     if device not in ("auto", "cpu", "cuda"):
         raise ValueError(f"--device must be auto, cpu or cuda, got {device!r}")
@@ -130,14 +127,12 @@ def choose_device(device: str, kv_dtype: str) -> tuple[str, str]:
         raise ValueError(
             "--device cuda needs a CUDA build of torch and an NVIDIA GPU, and torch sees none: take --device cpu"
         )
-    if KVFormat(kv_dtype) not in plan.SERVED_FORMATS:
-        lack = f"the CUDA engine of this version does not read {kv_dtype} caches"
-    elif (capability := torch.cuda.get_device_capability()) < (8, 0):
-        lack = f"the CUDA engine needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
-    else:
+    capability = torch.cuda.get_device_capability()
+    if capability >= (8, 0):
         return "cuda", ""
+    lack = f"the CUDA engine needs compute capability 8.0 or newer, this GPU has {capability[0]}.{capability[1]}"
     if device == "cuda":
-        raise ValueError(f"--device cuda with --kv-dtype {kv_dtype}: {lack}. Take --device cpu")
+        raise ValueError(f"--device cuda: {lack}. Take --device cpu")
     return "cpu", f"--device auto takes the CPU, although there is a GPU: {lack}."
 
 

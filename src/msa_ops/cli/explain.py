@@ -17,7 +17,6 @@ from ..contract import BLOCK_SIZE, MAX_TOPK, SCALES_PER_ROW, KVFormat
 from ..engines.cuda.plan import (
     MAX_GRID,
     ROW_BYTES,
-    SERVED_FORMATS,
     Combine,
     DeviceFacts,
     LaunchPlan,
@@ -161,7 +160,7 @@ def explain_command(
         shape = CallShape(batch, num_qo_heads, num_kv_heads, kv, seqlen_q, topk, parse_context(context), force_fused)
         check_shape(shape, bandwidth)
         report = explain_shape(shape, arch, multiprocessors, device, bandwidth)
-    except (ValueError, NotImplementedError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except RuntimeError as error:
         raise SystemExit(f"msa-ops explain: {error}") from None
@@ -223,8 +222,7 @@ def explain_shape(
 ) -> ShapeReport:
     """The report for a compute capability or a device; with neither for the GPU at hand, and without one for 9.0.
 
-    Raises `ValueError` for arguments that do not go together, `NotImplementedError` for what the CUDA engine does not
-    serve, `RuntimeError` where a device is missing.
+    Raises `ValueError` for arguments that do not go together, `RuntimeError` where a device is missing.
     """
     import torch
 
@@ -282,13 +280,8 @@ def _plan_for_device(shape: CallShape, device: str) -> tuple[Target, PlanReport]
 def _cuda_shape(shape: CallShape) -> Shape:
     from ..engines.cuda import launch
 
-    kv = KVFormat(shape.kv)
-    if kv not in SERVED_FORMATS:
-        raise NotImplementedError(
-            f"--kv {shape.kv}: the CUDA engine of this version does not read it; --device cpu explains how the CPU does"
-        )
     return Shape(
-        kv,
+        KVFormat(shape.kv),
         shape.batch_size * shape.seqlen_q,
         shape.num_kv_heads,
         shape.num_qo_heads // shape.num_kv_heads,

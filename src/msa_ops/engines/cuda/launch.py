@@ -27,7 +27,6 @@ from .plan import (
     CLUSTER_SIZES,
     MAX_GRID,
     ROW_BYTES,
-    SERVED_FORMATS,
     ClusterRoom,
     Combine,
     DeviceFacts,
@@ -194,7 +193,7 @@ def on_device(device: int) -> Iterator[None]:
         yield
 
 
-def warm_up(device: int, formats: Sequence[KVFormat] = SERVED_FORMATS) -> list[str]:
+def warm_up(device: int, formats: Sequence[KVFormat] = tuple(KVFormat)) -> list[str]:
     """Compile, where no cache holds them, and load all variants that calls with these KV formats can ask for; their names."""
     with on_device(device):
         wanted = variants_for(device_facts(device), formats)

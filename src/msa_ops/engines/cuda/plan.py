@@ -24,8 +24,6 @@ MAX_GRID = 2**31 - 1
 SYSTEM_SHARED = 1024
 """Shared memory that the system takes of every resident block."""
 CLUSTER_SIZES = (2, 4, 8, 16)
-SERVED_FORMATS = (KVFormat.BF16, KVFormat.FP16, KVFormat.FP8, KVFormat.NVFP4)
-"""KV formats that the kernel reads."""
 
 # Shared memory that one block may have, in bytes, by compute capability (CUDA programming guide, "technical specifications
 # per compute capability"). On a device the driver's own figure is used.
@@ -352,7 +350,7 @@ def variants(capability: tuple[int, int]) -> list[Variant]:
     if capability not in SHARED_PER_BLOCK:
         known = ", ".join(f"{major}.{minor}" for major, minor in SHARED_PER_BLOCK)
         raise ValueError(f"compute capability must be one of {known}, got {capability[0]}.{capability[1]}")
-    return variants_for(DeviceFacts.of_capability(capability), SERVED_FORMATS)
+    return variants_for(DeviceFacts.of_capability(capability), tuple(KVFormat))
 
 
 def variants_for(facts: DeviceFacts, formats: Sequence[KVFormat]) -> list[Variant]:

@@ -59,7 +59,8 @@ def _forget() -> None:
     _state = _State()
 
 
-os.register_at_fork(after_in_child=_forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget)
 
 
 def functions(program: KernelProgram, device: int) -> dict[str, Any]:
