@@ -5,9 +5,10 @@
     python3 benchmarks/figures.py --check
 
 In a page, what stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` is the text that `BLOCKS[NAME]`
-returns. Sources: benchmarks/results/{h200,cpu,accuracy-cpu}.json, and the tables of the code. The pictures of
-``docs/images/h200-*.png`` and the table that ``msa-ops explain`` reads are written too. ``--check`` writes nothing and
-exits with 1 where a page is not what this would write; the tests do the same.
+returns. Sources: the JSON files of benchmarks/results/, and the tables of the code. Runs of the benchmark on the H200 are
+`RUNS`; every block says which of them its figures are from. The pictures of ``docs/images/h200-*.png`` and the table that
+``msa-ops explain`` reads are written too. ``--check`` writes nothing and exits with 1 where a page is not what this would
+write; the tests do the same.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import hashlib
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,16 @@ import torch
 
 from msa_ops.bench import goals, records
 from msa_ops.bench.cpu import MEMORY_BAR_MIB
+from msa_ops.bench.options import command_of
 from msa_ops.bench.peers import UNKNOWN
-from msa_ops.bench.report import host_words, summary_lines, table
+from msa_ops.bench.report import (
+    host_words,
+    is_finished,
+    summary_lines,
+    table,
+    trouble_lines,
+)
+from msa_ops.bench.sizes import size
 from msa_ops.contract import _KV_FORMATS_OF_Q, _OUT_DTYPE, KVFormat
 from msa_ops.engines.cuda.plan import SHARED_PER_BLOCK
 
@@ -45,8 +55,47 @@ PRESETS = {
 }
 
 
+MAIN = "h200.json"
+RUNS = (MAIN, "h200-step.json")
+"""Runs of the benchmark on one machine. The first has the grid; the others may be missing, and have other presets."""
+CPU_ACCURACY = "accuracy-cpu.json"
+
+
 def h200() -> dict[str, Any]:
-    return records.load(RESULTS / "h200.json")
+    return runs()[MAIN]
+
+
+def runs() -> dict[str, dict[str, Any]]:
+    """The runs by their files. Raises `ValueError` for one that is not finished, or a preset that two of them have."""
+    found = {name: records.load(RESULTS / name) for name in RUNS if name == MAIN or (RESULTS / name).exists()}
+    owners: dict[str, str] = {}
+    for name, r in found.items():
+        if not is_finished(r):
+            raise ValueError(f"{name} was saved while its run went on: figures are made of finished runs")
+        for preset in dict.fromkeys(row["preset"] for row in r["rows"]):
+            if owners.setdefault(preset, name) != name:
+                raise ValueError(f"preset {preset} is in both {owners[preset]} and {name}: leave it in one of them")
+    return found
+
+
+def run_of(preset: str) -> str:
+    """The file of the run that has a preset's rows; the first where none has."""
+    return next((name for name, r in runs().items() if any(row["preset"] == preset for row in r["rows"])), MAIN)
+
+
+def _when(r: dict[str, Any]) -> str:
+    """``2026-11-30 01:47 UTC``."""
+    return f"{r['time'][:10]} {r['time'][11:16]} UTC" if r.get("time") else "time not recorded"
+
+
+def _from(*names: str, link: str = "#the-runs") -> str:
+    """Which runs figures are from: file, time, commit and ceiling. `link` leads to their commands."""
+    words = []
+    for name in names:
+        r = runs()[name]
+        ceiling = f"read ceiling {r['read_ceiling_bytes_per_s'] / 1e12:.3f} TB/s"
+        words.append(f"`{name}` ({_when(r)}, commit {r['commit']}, {ceiling})")
+    return f"From {' and '.join(words)}; [machine and command]({link})."
 
 
 def pages() -> list[Path]:
@@ -90,17 +139,36 @@ def _version(report: dict[str, Any], side: str) -> str:
     return f"{side} (version not recorded)" if version == UNKNOWN else f"{side} {version}"
 
 
+def _peers(r: dict[str, Any]) -> str:
+    return " and ".join(_version(r, name) for name in r["sides"] if not name.startswith("ours")) or "nothing else"
+
+
 def machine() -> str:
-    """Where, with what and when, in a paragraph."""
-    r = h200()
-    sides = [_version(r, name) for name in r["sides"] if not name.startswith("ours")]
-    ceiling = f"{r['read_ceiling_bytes_per_s'] / 1e12:.2f} TB/s"
-    return _wrap(
-        f"One {r['card']}, driver {r['driver']}, CUDA {r['cuda']}, torch {r['torch']}, triton {r['triton']}; msa_ops at commit "
-        f"{r['commit']}, against {' and '.join(sides) or 'nothing else'}, on {r['time'][:10]}. The card read {ceiling} "
-        f"({r['read_ceiling_method']}); an empty node of a CUDA graph took {r['empty_graph_node_us']} us. Data: "
-        "[benchmarks/results/h200.json](../benchmarks/results/h200.json)."
+    """Where, with what and when, a paragraph for each run."""
+    return "\n".join(_machine(name, r) for name, r in runs().items())
+
+
+def _machine(name: str, r: dict[str, Any]) -> str:
+    given = [peer for peer, _ in r["options"].get("versions", ())]
+    by_hand = f" (the version of {' and '.join(given)} was given by hand)" if given else ""
+    presets = ", ".join(f"`{preset}`" for preset in r["options"]["presets"])
+    ceiling = f"{r['read_ceiling_bytes_per_s'] / 1e12:.3f} TB/s ({r['read_ceiling_method']})"
+    bars = f"{r['goal_ceiling_bytes_per_s'] / 1e12:.2f} TB/s"
+    sentences = (
+        f"[`{name}`](../benchmarks/results/{name}): presets {presets}, on {_when(r)}, in {r['seconds']:.0f} s.",
+        f"One {r['card']}, driver {r['driver']}, CUDA {r['cuda']}, torch {r['torch']}, triton {r['triton']}; msa_ops at commit",
+        f"{r['commit']}, against {_peers(r)}{by_hand}.",
+        f"The card read {ceiling}, which `floor` counts with; bars count with {bars}.",
+        f"An empty node of a CUDA graph took {r['empty_graph_node_us']} us.",
     )
+    return _wrap(" ".join(sentences))
+
+
+def commands() -> str:
+    """The commands of the runs, as their reports hold them, and of the one on the CPU that has errors alone."""
+    found = {**runs(), CPU_ACCURACY: records.load(RESULTS / CPU_ACCURACY)}
+    lines = [command_of(r["options"], f"benchmarks/results/{name}") for name, r in found.items()]
+    return "```sh\n" + "\n".join(lines) + "\n```\n"
 
 
 def headline() -> str:
@@ -114,11 +182,12 @@ def headline() -> str:
     heading = ("KV", "against", "their time / ours, geometric mean", "range", "shapes at which we lose")
     shapes = max(s["shapes"] for s in r["summary"]["speed"].values())
     method = (
-        f"One {r['card']}, commit {r['commit']}; {shapes} shapes a KV dtype: batches 1 to 256, 64/4 and 16/1 heads, 1 and 4 "
-        "tokens a request, top-k 16 of 32K keys; CUDA graphs of distinct calls with a cold L2 cache, all sides checked against "
-        "float64 first."
+        f"One {r['card']}; {shapes} shapes a KV dtype: batches 1 to 256, 64/4 and 16/1 heads, 1 and 4 tokens a request, top-k "
+        f"16 of 32K keys; CUDA graphs of distinct calls with a cold L2 cache, all sides checked against float64 first. "
+        f"{_from(MAIN, link='docs/benchmarks.md#the-runs')}"
     )
-    items = [_shares(r), _bars(r), *_nvfp4(r), *_step(r), _eager(r)]
+    troubles = [f"{line}." for run in runs().values() for line in trouble_lines(run)]
+    items = [_shares(r), _bars(r), *_nvfp4(r), *_step(), *troubles, _eager(r)]
     return "\n".join([_table(heading, rows), _wrap(method), "".join(_wrap(item, "- ") for item in items)])
 
 
@@ -134,12 +203,14 @@ def _shares(r: dict[str, Any]) -> str:
         shares = {row["batch"]: 100 * row["floor_us"] / mine for row in rows if (mine := records.ours_of(row))}
         words = [f"{shares[b]:.0f}% at batch {b}" for b in (1, 16, 128) if b in shares]
         found.append(f"{kv} {', '.join(words)}")
-    return f"Share of the card's read ceiling at 64/4 heads and one token: {'; '.join(found)}."
+    ceiling = f"{r['read_ceiling_bytes_per_s'] / 1e12:.2f} TB/s, as measured in this run"
+    return f"Share of the card's read ceiling ({ceiling}) at 64/4 heads and one token: {'; '.join(found)}."
 
 
 def _bars(r: dict[str, Any]) -> str:
     held = [f"{kv} at {s['must']} of {s['timed']} shapes" for kv, s in r["summary"]["speed"].items()]
-    bar = f"floor / 0.95 (NVFP4: 0.88) + {goals.MUST_OVERHEAD_US} us"
+    ceiling = f"{r['goal_ceiling_bytes_per_s'] / 1e12:.2f} TB/s"
+    bar = f"the bytes over 0.95 (NVFP4: 0.88) of {ceiling}, plus {goals.MUST_OVERHEAD_US} us"
     return f"This project's own bar, {bar}, is held with {', '.join(held)}."
 
 
@@ -160,34 +231,37 @@ def _nvfp4(r: dict[str, Any]) -> list[str]:
     return [f"NVFP4 is {spread} from {goals.NVFP4_FROM_ITEMS} (token, KV head) items on."]
 
 
-def _step(r: dict[str, Any]) -> list[str]:
-    words = []
+def _step() -> list[str]:
+    words, file = [], run_of("step")
+    r = runs()[file]
     for name, p in r["summary"].get("step", {}).items():
         if "ours" not in name:
             losing = f", losing at {p['losing']} of {p['shapes']}" if p["losing"] else ""
             words.append(f"{name} {p['geomean']:.2f} ({p['min']:.2f} to {p['max']:.2f}{losing})")
-    return [f"A whole step with its indexer, their time / ours: {'; '.join(words)}."] if words else []
+    where = f"`{file}`, {_when(r)}, commit {r['commit']}"
+    return [f"A whole step with its indexer ({where}), their time / ours: {'; '.join(words)}."] if words else []
 
 
 def verdicts() -> str:
-    """The run's own verdicts, as a list."""
-    r = h200()
-    lines = [f"- {line}\n" for line in summary_lines(r)]
-    lines += [f"- {name} was not measured: {reason}\n" for name, reason in r["absent"].items()]
-    return "".join(lines + [f"- not measured: {text}\n" for text in r["not_measured"]])
+    """Each run's own verdicts, as a list."""
+    text = []
+    for name, r in runs().items():
+        lines = [f"- {line}\n" for line in summary_lines(r)]
+        lines += [f"- {peer} was not measured: {reason}\n" for peer, reason in r["absent"].items()]
+        lines += [f"- not measured: {left}\n" for left in r["not_measured"]]
+        text.append(f"{_wrap(_from(name))}\n{''.join(lines)}")
+    return "\n".join(text)
 
 
 def tables() -> str:
-    """Every row of every preset, losing ones included."""
-    r = h200()
+    """Every row of every preset of every run, losing ones included."""
     text = []
-    for preset in dict.fromkeys(row["preset"] for row in r["rows"]):
-        lines = table([row for row in r["rows"] if row["preset"] == preset])
-        image = IMAGES / f"h200-{preset}.png"
-        picture = (
-            [f"![{PRESETS[preset]}: time over the context](images/{image.name})", ""] if preset in BY_CONTEXT else []
-        )
-        text.append("\n".join([f"### {PRESETS[preset]}", "", *picture, *lines, ""]))
+    for name, r in runs().items():
+        for preset in dict.fromkeys(row["preset"] for row in r["rows"]):
+            lines = table([row for row in r["rows"] if row["preset"] == preset])
+            picture = f"![{PRESETS[preset]}: time over the context](images/h200-{preset}.png)"
+            shown = [picture, ""] if preset in BY_CONTEXT else []
+            text.append("\n".join([f"### {PRESETS[preset]}", "", _wrap(_from(name)), *shown, *lines, ""]))
     return "\n".join(text)
 
 
@@ -196,7 +270,8 @@ BY_CONTEXT = ("step", "model")
 
 def host() -> str:
     """Host costs of the run."""
-    measured = h200()["host"]
+    name = next((n for n, r in runs().items() if r["host"]), MAIN)
+    measured = runs()[name]["host"]
     rows = [
         (f"eager call, {kv}", name, host_words(side))
         for kv, s in measured.get("eager", {}).items()
@@ -207,7 +282,23 @@ def host() -> str:
     if found := measured.get("first_call"):
         words = _words(found, cold_ms="{} ms with an empty kernel cache", warm_ms="{} ms with a filled one")
         rows.append(("first call of a process", "ours", words))
-    return _table(("what", "side", "host time"), rows) if rows else "Not measured in this run.\n"
+    if not rows:
+        return "Not measured in these runs.\n"
+    return _wrap(_from(name)) + "\n" + _table(("what", "side", "host time"), rows)
+
+
+def eager() -> str:
+    """The host time of one eager call of ours, by KV dtype, as a paragraph."""
+    r = h200()
+    ours = {kv: s["ours"] for kv, s in r["host"].get("eager", {}).items() if s["ours"]["status"] == "ok"}
+    if not ours:
+        return "Its host time has not been recorded yet.\n"
+    times = [side["host_us"]["median"] for side in ours.values()]
+    spread = f"{min(times):.1f} to {max(times):.1f} us of host time, by KV dtype ({', '.join(ours)})"
+    return _wrap(
+        f"With `out=` given, such a call takes {spread}, on the host of one {r['card'].removeprefix('NVIDIA ')}. "
+        f"{_from(MAIN, link='benchmarks.md#the-runs')}"
+    )
 
 
 def _words(found: dict[str, Any], **formats: str) -> str:
@@ -217,31 +308,43 @@ def _words(found: dict[str, Any], **formats: str) -> str:
 
 
 def accuracy() -> str:
-    """The largest errors of each side and KV dtype over the shapes of both devices' runs."""
-    rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
-    for name, report in (("CPU", records.load(RESULTS / "accuracy-cpu.json")), ("H200", h200())):
+    """The largest errors of each side and KV dtype over the batches of each run, and what was not ok."""
+    rows, notes, sources = [], {}, []
+    files = [("CPU", CPU_ACCURACY, records.load(RESULTS / CPU_ACCURACY)), ("H200", MAIN, h200())]
+    for where, file, report in files:
+        context = size(report["options"]["axes"]["context"])
+        sources.append(f"{where}: `{file}`, {_when(report)}, commit {report['commit']}")
+        groups: dict[tuple[str, str, str, str], list[dict[str, Any]]] = {}
         for r in report["accuracy"]:
-            if r["status"] == "ok":
-                key = (name, "msa_ops" if r["side"] == "ours" else r["side"], r["kv"])
-                kind = "flat" if r["q_scale"] == 1 else "peaked"
-                figures = rows.setdefault(key, {})
-                figures.setdefault(f"{kind} rms", []).append(r["rms"])
-                figures.setdefault(f"{kind} max", []).append(r["max"])
-    columns = ("flat rms", "flat max", "peaked rms", "peaked max")
-    heading = ("where", "side", "KV", *(c.replace(" ", ", ") for c in columns))
-    text = _table(heading, [(*key, *(f"{max(figures[c]):.3f}" for c in columns)) for key, figures in rows.items()])
+            side = "msa_ops" if r["side"] == "ours" else r["side"]
+            groups.setdefault((side, r["kv"], r["status"], r.get("reason", "")), []).append(r)
+        for (side, kv, status, reason), found in groups.items():
+            batches = ", ".join(str(b) for b in dict.fromkeys(r["batch"] for r in found))
+            cells = [where, context, batches, side, kv]
+            if status == "ok":
+                cells += [_worst(found, flat, figure) for flat in (True, False) for figure in ("rms", "max")]
+            else:
+                cells += [f"{status} [{notes.setdefault(reason, len(notes) + 1)}]", "", "", ""]
+            rows.append(cells)
+    columns = ("flat, rms", "flat, max", "peaked, rms", "peaked, max")
+    text = _table(("where", "context", "batches", "side", "KV", *columns), rows)
+    text += "".join(f"\n[{n}] {reason}\n" for reason, n in notes.items())
+    text += "\n" + _wrap(f"{'; '.join(sources)}; [machine and commands](docs/benchmarks.md#the-runs).")
     if not h200()["accuracy"]:
         text += "\nOn a GPU this has not been recorded yet.\n"
     return text
 
 
+def _worst(found: list[dict[str, Any]], flat: bool, figure: str) -> str:
+    return f"{max(r[figure] for r in found if (r['q_scale'] == 1) == flat):.3f}"
+
+
 def tested() -> str:
     """The GPU's line of the list of versions tested."""
     r = h200()
-    sides = [_version(r, name) for name in r["sides"] if not name.startswith("ours")]
     return _wrap(
         f"GPU: torch {r['torch'].partition('+')[0]} (CUDA {r['cuda']}), Python {r['python']}, driver {r['driver']}, on an "
-        f"{r['card']}; measured beside {' and '.join(sides)}. For the other compute capabilities NVRTC compiles the kernels.",
+        f"{r['card']}; measured beside {_peers(r)}. For the other compute capabilities NVRTC compiles the kernels.",
         "- ",
     )
 
@@ -251,7 +354,7 @@ def cpu() -> str:
     r = json.loads((RESULTS / "cpu.json").read_text(encoding="utf-8"))
     rows = [
         (x["form"], f"{x['ours_ms']:.2f}", f"{x['sdpa_ms']:.2f}", f"{x['ratio']:.2f}", f"{x['bar']:.1f}",
-         f"{x['peak_extra_mib']:.1f}")
+         "unknown" if x["peak_extra_mib"] is None else f"{x['peak_extra_mib']:.1f}")
         for x in r["results"]
     ]  # fmt: skip
     heading = ("KV", "call, ms", "SDPA on gathered float32, ms", "ratio", "goal", "extra memory, MiB")
@@ -261,11 +364,14 @@ def cpu() -> str:
         if x["ratio"] > x["bar"]
     ]
     text = " ".join(missed) or "Every form keeps within it."
-    return _table(heading, rows) + "\n" + _wrap(
-        f"The goal column is the ratio that the command itself asks for. {text} A miss stays in the table, and the command "
-        "exits with 1; it prints the fastest deciles too. Extra memory is the growth of the resident set during a call, "
-        f"whatever the cache's size; the bound is {MEMORY_BAR_MIB} MiB."
-    )  # fmt: skip
+    run = f"commit {r['commit']}, {_when(r)}" if r.get("commit") else "the file records neither commit nor time"
+    sentences = (
+        f"From `cpu.json` ({run}). The goal column is the ratio that the command itself asks for. {text}",
+        "A miss stays in the table, and the command exits with 1; it prints the fastest deciles too.",
+        "Extra memory is the growth of the resident set during a call, whatever the cache's size; the bound is",
+        f"{MEMORY_BAR_MIB} MiB.",
+    )
+    return _table(heading, rows) + "\n" + _wrap(" ".join(sentences))
 
 
 def explain() -> str:
@@ -280,9 +386,83 @@ def explain() -> str:
     return f"```sh\nmsa-ops {command}\n```\n\n```text\n{text}\n```\n"
 
 
+# --- measured by scripts of their own ---
+
+
+def _kernels(name: str, script: str) -> tuple[dict[str, Any], str]:
+    """A file that benchmarks/quantize.py or benchmarks/selection.py wrote, and where it is from in words."""
+    r = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    if r.get("schema_version") != 1:
+        raise ValueError(f"{name} has schema version {r.get('schema_version')!r}; this reads 1")
+    where = f"One {r['card']}, driver {r['driver']}, torch {r['torch']}, commit {r['commit']}, {_when(r)}"
+    by = "" if r.get("time") else "an earlier form of "  # which did not record it
+    return r, f"{where}: [`{name}`](../benchmarks/results/{name}), by {by}`benchmarks/{script}`."
+
+
+def quantize() -> str:
+    """Quantising and appending."""
+    r, source = _kernels("h200-quantize.json", "quantize.py")
+    large = [row for row in r["rows"] if "GB/s" in row]
+    rows = [
+        (
+            row["name"].strip(),
+            f"{row['us']:.1f}",
+            f"{row['GB/s']:,.0f}",
+            f"{row['of_copy']:.0%}" if "of_copy" in row else "",
+        )
+        for row in large
+    ]
+    small: dict[str, dict[int, dict[str, Any]]] = {}
+    other = []
+    for row in r["rows"]:
+        if match := re.fullmatch(r"decode append B=(\d+) (.*)", row["name"]):
+            small.setdefault(match[2], {})[int(match[1])] = row
+        elif row not in large:
+            other.append(f"{row['name']}: {row['us']:.0f} us")
+    batches = list(dict.fromkeys(b for found in small.values() for b in found))
+    cells = [
+        (kv, *(f"{found[b]['us']:.2f} ({found[b]['host_us']:.0f})" if b in found else "" for b in batches))
+        for kv, found in small.items()
+    ]
+    return "\n".join(
+        [
+            _wrap(source), _table(("64 MiB at a time", "us", "GB/s moved", "of a copy's"), rows),
+            _wrap("Appending one token a request, K and V of 8 heads, in us: in a CUDA graph, and the host time of an eager "
+                  "write in brackets. " + "; ".join(other) + "."),
+            _table(("KV, layout", *(f"B {b}" for b in batches)), cells),
+        ]
+    )  # fmt: skip
+
+
+def selection() -> str:
+    """Selecting blocks by their scores."""
+    r, source = _kernels("h200-select.json", "selection.py")
+    found = [x for x in r["records"] if x["part"] == "select"]
+    columns = list(dict.fromkeys((x["batch"], x["innermost"]) for x in found))
+    rows = []
+    for blocks in dict.fromkeys(x["blocks"] for x in found):
+        cells = {(x["batch"], x["innermost"]): x for x in found if x["blocks"] == blocks}
+        rows.append((str(blocks), *(_selected(cells[c]) if c in cells else "" for c in columns)))
+    steps = sum(x["part"] == "step" for x in r["records"])
+    text = (
+        "us a call for 4 KV heads and top-k 16, by the blocks of a row and the batch, for scores whose innermost dimension is "
+        "blocks or tokens; ✗ marks a goal that is not held."
+    )
+    if steps:
+        text += f" The file's {steps} whole steps are of an earlier state than those of preset `step` above."
+    heading = ("blocks", *(f"B {batch}, {innermost}" for batch, innermost in columns))
+    return "\n".join([_wrap(source), _wrap(text), _table(heading, rows)])
+
+
+def _selected(record: dict[str, Any]) -> str:
+    over = record["goal"].removeprefix("OVER ") if record["goal"].startswith("OVER") else ""
+    return f"{record['us']:.2f}" + (f" ✗ {over}" if over else "")
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
-    "devices": devices, "dtypes": dtypes, "machine": machine, "headline": headline, "verdicts": verdicts, "tables": tables,
-    "host": host, "accuracy": accuracy, "tested": tested, "cpu": cpu, "explain": explain,
+    "devices": devices, "dtypes": dtypes, "machine": machine, "commands": commands, "headline": headline,
+    "verdicts": verdicts, "tables": tables, "host": host, "eager": eager, "accuracy": accuracy, "tested": tested,
+    "cpu": cpu, "explain": explain, "quantize": quantize, "selection": selection,
 }  # fmt: skip
 
 
@@ -295,8 +475,6 @@ def _table(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _wrap(text: str, first: str = "", width: int = 120) -> str:
-    import textwrap
-
     indent = " " * len(first)
     lines = textwrap.wrap(
         " ".join(text.split()), width, initial_indent=first, subsequent_indent=indent, break_long_words=False,
@@ -343,13 +521,13 @@ def explain_text() -> str:
     return json.dumps(whole, indent=1)[:-2] + ',\n "rows": [\n' + lines + "\n ]\n}\n"
 
 
-def note() -> str:
-    """What a picture keeps of the results it shows: they are another's once this differs."""
-    return "h200.json " + hashlib.sha256((RESULTS / "h200.json").read_bytes()).hexdigest()
+def note(run: str) -> str:
+    """What a picture keeps of the run it shows: it is another's once this differs."""
+    return f"{run} {hashlib.sha256((RESULTS / run).read_bytes()).hexdigest()}"
 
 
-def pictures() -> dict[str, Any]:
-    """Figures by the stem of their file."""
+def pictures() -> dict[str, tuple[str, Any]]:
+    """The run's file and the figure, by the stem of the picture's file."""
     from msa_ops.bench import plots
 
     r = h200()
@@ -358,10 +536,13 @@ def pictures() -> dict[str, Any]:
     found = {"h200-time": plots.figures(one_token, "x")["x-time"]}
     found |= {f"h200-{name}": plots.figures(grid, "x")[f"x-{name}"] for name in ("share", "speedup")}
     found["h200-time-all"] = plots.figures(grid, "x")["x-time"]
-    for preset in BY_CONTEXT:
-        if any(row["preset"] == preset for row in r["rows"]):
-            found[f"h200-{preset}"] = plots.figures(records.select(r, preset=(preset,)), "x")["x-time"]
-    return found
+    shown = {name: (MAIN, figure) for name, figure in found.items()}
+    for name, run in runs().items():
+        for preset in BY_CONTEXT:
+            if any(row["preset"] == preset for row in run["rows"]):
+                figure = plots.figures(records.select(run, preset=(preset,)), "x")["x-time"]
+                shown[f"h200-{preset}"] = (name, figure)
+    return shown
 
 
 def main() -> int:
@@ -381,8 +562,8 @@ def main() -> int:
 
     for path in IMAGES.glob("h200-*.png"):
         path.unlink()
-    for name, figure in pictures().items():
-        plots.save_png(figure, IMAGES / f"{name}.png", note())
+    for name, (run, figure) in pictures().items():
+        plots.save_png(figure, IMAGES / f"{name}.png", note(run))
         print(f"written: docs/images/{name}.png")
     return 0
 

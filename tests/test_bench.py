@@ -414,7 +414,7 @@ def test_nvfp4_has_goals_of_its_own() -> None:
     }  # fmt: skip
     assert rows[3]["speed_goal"]["must_us"] == pytest.approx(32 * 4 * 294912 / (0.88 * 4.46e12) * 1e6 + 4.5, abs=1e-3)
     assert rows[3]["peer_goal"] is None and "must" not in summary["peers"]["nvfp4-planar flashinfer"]
-    lines = report.summary_lines({"summary": summary})
+    lines = report.summary_lines({"summary": summary, "rows": rows, "accuracy": [], "host": {}})
     assert "NVFP4 over our bf16: 2.60 at least, bar held at 1 of 4" in lines
     assert "NVFP4 planar over tiled: 0.943 to 0.943, limit held at 0 of 3" in lines
 
@@ -467,11 +467,11 @@ def test_a_running_benchmark_saves_what_it_has(monkeypatch: pytest.MonkeyPatch) 
     options = parse(
         ["--device", "cpu", "--smoke", "--kv", "bf16", "--batch", "1,2", "--heads", "4/2", "--seqlen-q", "1"]
     )
-    saved: list[int] = []
+    saved: list[tuple[int, bool]] = []
     running = Runner(options, lambda line: None, [])
-    running.checkpoint = lambda so_far: saved.append(len(so_far["rows"]))
-    running.run()
-    assert saved == [1, 2]
+    running.checkpoint = lambda so_far: saved.append((len(so_far["rows"]), so_far["finished"]))
+    assert running.run()["finished"] is True
+    assert saved == [(1, False), (2, False)]
 
 
 def test_workers_run_every_side_on_their_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

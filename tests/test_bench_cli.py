@@ -196,7 +196,7 @@ def test_an_accuracy_run_in_which_ours_fails_is_an_exit_status(tmp_path: Path, m
 
     monkeypatch.setattr(runner, "ours", lambda environment=None: Side("ours", failing, "1"))
     outcome = run("accuracy", *ONE_SHAPE, "--against", "none", "--out", str(tmp_path))
-    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 rows" in words(outcome)
+    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 results" in words(outcome)
 
 
 def test_a_sweep_shows_every_value_and_takes_no_peers_of_itself(tmp_path: Path) -> None:
@@ -252,19 +252,26 @@ def test_a_refusing_peer_is_shown_with_its_own_words(tmp_path: Path, monkeypatch
 def test_a_wrong_result_of_ours_is_an_exit_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner, "WRONG_ABOVE", -1.0)
     outcome = run("decode", *ONE_SHAPE, "--against", "none", "--out", str(tmp_path))
-    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 rows" in words(outcome)
+    assert outcome.exit_code == 1 and "msa_ops itself is wrong or fails at 2 of 2 results" in words(outcome)
     assert json.loads((tmp_path / "decode.json").read_text())["rows"][0]["best"] is None
 
 
-def test_what_we_refuse_is_shown_and_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_in_a_sweep_may_ours_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(call: Any) -> None:
         raise ValueError("MSA_OPS_COMBINE=cluster needs compute capability 9.0")
 
-    monkeypatch.setattr(runner, "ours", lambda *_: Side("ours", refuse, "1"))
+    def ours(environment: dict[str, str | None] | None = None) -> Side:
+        return Side("ours[swept]" if environment else "ours", refuse, "1", environment or {})
+
+    monkeypatch.setattr(runner, "ours", ours)
     fake_peers.right(monkeypatch)
-    outcome = run("decode", *ONE_SHAPE, "--against", "flashinfer", "--no-plots", "--out", str(tmp_path))
+    common = (*ONE_SHAPE, "--against", "flashinfer", "--no-plots", "--out", str(tmp_path))
+    outcome = run("decode", *common, "--sweep", "MSA_OPS_COMBINE=cluster")
     assert outcome.exit_code == 0 and "[1] ValueError: MSA_OPS_COMBINE=cluster needs" in words(outcome)
     assert "refused [1]" in (tmp_path / "decode.md").read_text()
+    outcome = run("decode", *common)
+    assert outcome.exit_code == 1 and "grid: ours FAILED at 2 of 2 results: ValueError: MSA_OPS" in words(outcome)
+    assert "error [1]" in (tmp_path / "decode.md").read_text()
 
 
 def test_the_pool_leaves_the_machine_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -360,12 +367,12 @@ def test_a_spent_budget_is_an_exit_status_and_is_named(tmp_path: Path) -> None:
 def test_the_schema_of_the_report_is_stable(tmp_path: Path) -> None:
     """Whoever removes or renames a field raises `SCHEMA_VERSION`; a new field is added here."""
     report = decode(tmp_path, "--against", "sdpa", "--no-plots")
-    assert report["schema_version"] == 1 and report["kind"] == "bench"
+    assert report["schema_version"] == 1 and report["kind"] == "bench" and report["finished"] is True
     assert set(report) == {
         "schema_version", "kind", "time", "commit", "python", "torch", "cuda", "triton", "msa_ops", "driver", "card",
         "compute_capability", "sms", "l2_bytes", "read_ceiling_bytes_per_s", "read_ceiling_method",
         "empty_graph_node_us", "goal_ceiling_bytes_per_s", "sides", "absent", "options", "seconds", "rows", "accuracy",
-        "host", "summary", "not_measured",
+        "host", "summary", "not_measured", "finished",
     }  # fmt: skip
     (row,) = report["rows"]
     assert set(row) == {

@@ -24,7 +24,10 @@ def test_cpu_measures_and_keeps_its_figures(tmp_path: Path) -> None:
     assert outcome.exit_code == 0, outcome.output
     report = json.loads((tmp_path / "cpu.json").read_text())
     (result,) = report["results"]
-    assert report["kind"] == "cpu" and report["schema_version"] == 1 and report["bars_held"] in (True, False)
+    assert report["kind"] == "cpu" and report["schema_version"] == 1 and {"commit", "time"} <= report.keys()
+    peak = result["peak_extra_mib"]
+    within = result["ratio"] <= result["bar"] and peak is not None and peak <= cpu.MEMORY_BAR_MIB
+    assert report["bars_held"] is within
     assert result["form"] == "bf16" and result["ours_ms"] > 0 and result["sdpa_ms"] > 0
     assert "1/1" in words(outcome) and "| bf16 |" in (tmp_path / "cpu.md").read_text()
     pictures(tmp_path, "cpu-ratio")
@@ -91,13 +94,34 @@ def test_a_cpu_form_past_its_bar_is_an_exit_status(tmp_path: Path, monkeypatch: 
 
 def test_bars_and_memory_decide_whether_a_cpu_run_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     shape = cpu.Shape(**cpu.SMOKE)
-    for ratio, peak, held in ((1.3, 64.0, True), (1.31, 1.0, False), (1.0, 64.1, False), (1.0, None, True)):
+    for ratio, peak, held in ((1.3, 64.0, True), (1.31, 1.0, False), (1.0, 64.1, False), (1.0, None, False)):
         result = {
             "form": "bf16", "ours_ms": 1.0, "sdpa_ms": 1.0, "ratio": ratio, "bar": 1.3, "ours_fast_ms": 1.0,
             "sdpa_fast_ms": 1.0, "ratio_fast": 1.0, "peak_extra_mib": peak, "row_error": 1e-3,
         }  # fmt: skip
         monkeypatch.setattr(cpu, "_in_new_process", lambda form, shape, found=result: found)
-        assert cpu.measure(shape, ["bf16"], lambda line: None)["bars_held"] is held
+        said: list[str] = []
+        assert cpu.measure(shape, ["bf16"], said.append)["bars_held"] is held
+        assert any("peak memory is unknown for bf16" in line for line in said) == (peak is None)
+
+
+@pytest.mark.parametrize("rounds", [2, 7])
+def test_as_many_calls_are_timed_as_rounds_are_asked_for(rounds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    median = cpu.statistics.median
+    monkeypatch.setattr(cpu.statistics, "median", lambda times: lengths.append(len(times)) or median(times))
+    cpu.measure_form("bf16", cpu.Shape(**{**cpu.SMOKE, "rounds": rounds}))
+    assert lengths == [rounds, rounds]
+
+
+def test_a_report_from_before_the_schema_is_refused_with_what_to_do(tmp_path: Path) -> None:
+    """Reports of the CPU once held neither commit nor time."""
+    file = tmp_path / "old.json"
+    file.write_text(json.dumps({"cpu": "some", "torch": "2", "shape": {}, "results": []}))
+    outcome = run("plot", str(file), "--out", str(tmp_path))
+    assert outcome.exit_code == 2
+    assert "has no schema_version: it was written by an older version" in words(outcome)
+    assert "Measure anew with msa-ops bench cpu" in words(outcome)
 
 
 def test_a_cpu_form_that_is_wrong_or_dies_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

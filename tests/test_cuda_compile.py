@@ -21,7 +21,7 @@ from msa_ops.engines.cuda import launch, plan, programs
 from msa_ops.engines.cuda.plan import Variant
 
 if importlib.util.find_spec("cuda") is None or importlib.util.find_spec("cuda.bindings") is None:
-    pytest.skip("needs cuda-bindings and NVRTC: pip install 'msa-ops[cuda13]'", allow_module_level=True)
+    pytest.skip("needs cuda-bindings and NVRTC: pip install '.[cuda13]'", allow_module_level=True)
 
 SRC = str(Path(__file__).parents[1] / "src")
 REGISTERS = 65536
@@ -33,7 +33,7 @@ QUARTERS = 4
 SPREAD = [((9, 0), v) for v in plan.variants((9, 0))] + [
     (capability, plan.variants(capability)[i])
     for capability, picks in {
-        (8, 0): (0, 2), (8, 6): (2,), (8, 9): (2,), (10, 0): (0, 2), (10, 3): (2,), (10, 7): (2,), (11, 0): (0,),
+        (8, 0): (0, 2), (8, 6): (2,), (8, 7): (2,), (8, 9): (2,), (10, 0): (0, 2), (10, 3): (2,), (10, 7): (2,), (11, 0): (0,),
         (12, 0): (0, 2), (12, 1): (2,),
     }.items()
     for i in picks
@@ -451,7 +451,7 @@ except RuntimeError as error:
 """
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "needs the package cuda-bindings" in run.stdout
-    assert "pip install 'msa-ops[cuda13]'" in run.stdout and "'msa-ops[cuda12]'" in run.stdout
+    assert "pip install '.[cuda13]'" in run.stdout and "'.[cuda12]'" in run.stdout
 
 
 def test_a_missing_nvrtc_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,7 +464,7 @@ def test_a_missing_nvrtc_library_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     compiler.nvrtc.cache_clear()
     try:
         with pytest.raises(
-            RuntimeError, match=r"found no NVRTC library \(Failed to dlopen.*pip install 'msa-ops\[cuda13\]'"
+            RuntimeError, match=r"found no NVRTC library \(Failed to dlopen.*pip install '\.\[cuda13\]'"
         ):
             compiler.nvrtc()
     finally:

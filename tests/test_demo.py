@@ -276,5 +276,5 @@ def test_every_sub_command_can_be_listed_and_loaded() -> None:
 
 def test_without_typer_the_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "typer", None)
-    with pytest.raises(SystemExit, match=r"msa-ops needs the package typer: pip install 'msa-ops\[cli\]'"):
+    with pytest.raises(SystemExit, match=r"msa-ops needs the package typer: pip install '\.\[cli\]'"):
         main()

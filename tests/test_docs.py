@@ -333,16 +333,22 @@ def png_comment(data: bytes) -> str:
 def test_pictures_are_of_the_committed_run_and_small(figures: ModuleType) -> None:
     pytest.importorskip("matplotlib")
     paths = sorted(figures.IMAGES.glob("h200-*.png"))
-    assert {path.stem for path in paths} == set(figures.pictures())
+    shown = figures.pictures()
+    assert {path.stem for path in paths} == set(shown) and shown["h200-step"][0] == "h200-step.json"
     for path in paths:
         data = path.read_bytes()
         assert len(data) < 120_000, path.name
-        assert png_comment(data) == figures.note(), f"make figures would write another {path.name}"
+        run, _ = shown[path.stem]
+        assert png_comment(data) == figures.note(run), f"make figures would write another {path.name}"
     for path in (ROOT / "docs" / "images").iterdir():
         assert path.stat().st_size < 120_000, path.name
         assert any(f"images/{path.name}" in page.read_text(encoding="utf-8") for page in PAGES), (
             f"nothing shows {path.name}"
         )
+
+
+def committed_runs() -> dict[str, dict[str, Any]]:
+    return {name: json.loads((RESULTS / name).read_text(encoding="utf-8")) for name in ("h200.json", "h200-step.json")}
 
 
 def grid_ratios() -> dict[tuple[str, str], list[float]]:
@@ -369,13 +375,13 @@ def test_the_readmes_headline_is_of_the_times_themselves() -> None:
 
 
 def test_the_benchmark_page_keeps_every_row_and_marks_the_losing_ones() -> None:
-    run = json.loads((RESULTS / "h200.json").read_text(encoding="utf-8"))
+    every = [row for run in committed_runs().values() for row in run["rows"]]
     shown = [rows[1:] for rows in tables(ROOT / "docs" / "benchmarks.md") if "floor" in rows[0]]
-    presets = list(dict.fromkeys(row["preset"] for row in run["rows"]))
-    assert [len(rows) for rows in shown] == [sum(r["preset"] == preset for r in run["rows"]) for preset in presets]
+    presets = list(dict.fromkeys(row["preset"] for row in every))
+    assert [len(rows) for rows in shown] == [sum(r["preset"] == preset for r in every) for preset in presets]
     bold = sum(bool(re.search(r"\*\*[01]\.\d+\*\*", cell)) for rows in shown for row in rows for cell in row)
     losing = 0
-    for row in run["rows"]:
+    for row in every:
         times = {name: s["time_us"]["median"] for name, s in row["sides"].items() if s["status"] == "ok"}
         if row["best"]:
             losing += sum(time / times[row["best"]] < 1 for time in times.values())
@@ -392,7 +398,16 @@ def later_run(run: dict[str, Any]) -> dict[str, Any]:
             if row["kv"] == "bf16":
                 time = {**row["sides"]["ours"]["time_us"], "median": row["sides"]["ours"]["time_us"]["median"] / 3}
                 ours = {"ours": {"status": "ok", "error": 0.002, "time_us": time}}
-                rows.append({**row, "kv": kv, "sides": ours, "peer_goal": None, "floor_us": row["floor_us"] * 72 / 256})
+                rows.append(
+                    {
+                        **row,
+                        "kv": kv,
+                        "sides": ours,
+                        "peer_goal": None,
+                        "work_goal": None,
+                        "floor_us": row["floor_us"] * 72 / 256,
+                    }
+                )
     for part in ("score", "step"):
         sides = {"ours": rows[0]["sides"]["ours"], "flashinfer": {"status": "refused", "reason": "no route"}}
         changes = {
@@ -423,7 +438,7 @@ def test_a_later_run_with_more_in_it_is_shown(
     text = figures.tables()
     assert "### A decode step with its indexer" in text and "images/h200-step.png" in text
     assert "| context | part |" in text and "Requests share pages" in text and "bf16 B 1 1M: 1.8 times" in text
-    assert "| H200 | msa_ops | fp8 | 1.250 | 1.500 | 1.250 | 1.500 |" in figures.accuracy()
+    assert "| H200 | 32K | 1 | msa_ops | fp8 | 1.250 | 1.500 | 1.250 | 1.500 |" in figures.accuracy()
     assert "not been recorded" not in figures.accuracy()
     kinds = {row["kv"] for row in figures.explain_table()["rows"]}
     assert kinds == {"bf16", "nvfp4"}
@@ -437,7 +452,7 @@ def test_the_check_says_what_differs_and_writes_nothing(
     pytest.importorskip("typer")
     monkeypatch.setattr("sys.argv", ["figures.py", "--check"])
     assert figures.main() == 0 and capsys.readouterr().out == ""
-    for name in ("cpu.json", "accuracy-cpu.json", "h200.json"):
+    for name in (path.name for path in RESULTS.glob("*.json")):
         text = (RESULTS / name).read_text(encoding="utf-8")
         (tmp_path / name).write_text(text.replace('"driver": "', '"driver": "9'), encoding="utf-8")
     monkeypatch.setattr(figures, "RESULTS", tmp_path)

@@ -229,13 +229,16 @@ def test_a_whole_gpu_machine_is_well() -> None:
         assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
 
 
+CHECKOUT = "  # in a checkout of msa_ops"
 MISSING = [
-    pytest.param({"cuda_bindings": None, "cuda_bindings_error": "no module"}, "cuda-bindings", "pip install 'msa-ops[cuda13]'"),
     pytest.param(
-        {"cuda_bindings": None, "nvrtc": None, "torch_cuda": "12.8"}, "cuda-bindings", "pip install 'msa-ops[cuda12]'"
+        {"cuda_bindings": None, "cuda_bindings_error": "no module"}, "cuda-bindings", f"pip install '.[cuda13]'{CHECKOUT}"
     ),
-    pytest.param({"nvrtc": None, "nvrtc_error": "no library"}, "NVRTC, which", "pip install 'msa-ops[cuda13]'"),
-    pytest.param({"driver_cuda": (12, 4)}, "suits the driver", "pip install 'msa-ops[cuda12]'"),
+    pytest.param(
+        {"cuda_bindings": None, "nvrtc": None, "torch_cuda": "12.8"}, "cuda-bindings", f"pip install '.[cuda12]'{CHECKOUT}"
+    ),
+    pytest.param({"nvrtc": None, "nvrtc_error": "no library"}, "NVRTC, which", f"pip install '.[cuda13]'{CHECKOUT}"),
+    pytest.param({"driver_cuda": (12, 4)}, "suits the driver", f"pip install '.[cuda12]'{CHECKOUT}"),
     pytest.param({"nvrtc_architectures": (80,)}, "9.0 (NVIDIA H200)", "pip install --upgrade nvidia-cuda-nvrtc"),
     pytest.param(
         {"cache": Cache("/read/only", True, False, (), 0, 0, 0)}, "/read/only", "export MSA_OPS_CACHE_DIR=/some/writable/folder"

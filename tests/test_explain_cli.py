@@ -171,6 +171,8 @@ def test_between_two_rows_the_time_is_on_their_line() -> None:
         (shape(16, "fp16"), {"arch": "9.0"}, "no rows of such calls"),
         (shape(16, topk=8), {"arch": "9.0"}, "no rows of such calls"),
         (shape(16, context=1024), {"arch": "9.0"}, "fewer blocks than are selected"),
+        (shape(16, context=1 << 20), {"arch": "9.0"}, "measured at 32K keys a request alone"),
+        (shape(48, context=8192), {"arch": "9.0"}, "measured at 32K keys a request alone"),
         (shape(16, force_fused=True), {"arch": "9.0"}, "not forced"),
         (shape(16), {"arch": "10.0"}, "on an NVIDIA H200 alone"),
         (shape(16), {"device": "cpu"}, "on an NVIDIA H200 alone"),
@@ -182,6 +184,18 @@ def test_where_the_table_says_nothing_the_nearest_row_is_named(
     expected = explain_shape(asked, **where).expected
     assert expected.us is None and why in expected.basis
     assert expected.nearest in TABLE["rows"]
+
+
+def test_another_context_than_the_tables_is_among_what_differs() -> None:
+    """A time at 32K is none at 1M, though the same bytes are read."""
+    done = run("--batch", "16", "--kv", "fp8", "--context", "1M", "--arch", "9.0", "--json")
+    expected = json.loads(done.stdout)["expected"]
+    assert expected["us"] is None and expected["differs"] == ["context 32K instead of 1M"]
+    assert expected["nearest"]["batch_size"] == 16 and expected["nearest"]["context"] == 32768
+    done = run("--batch", "16", "--kv", "fp8", "--context", "1M", "--arch", "9.0", "--plain")
+    text = " ".join(done.stdout.split())
+    assert "expected time none (the table was measured at 32K keys a request alone)" in text
+    assert "with context 32K instead of 1M" in text
 
 
 # --- the command ---
@@ -197,7 +211,7 @@ def test_the_text_holds_what_is_asked() -> None:
         "route cluster", "64 items on 132 multiprocessors", "128 for 64 items, each shared by 2 blocks",
         "fp8-g2w4t128s5b1, 288 threads", "192 KiB a block", "1 blocks a multiprocessor, 132 slots, 97%", "33,554,432",
         f"{33.554432 / rate:.2f} us at {rate:g} TB/s (measured on an NVIDIA H200)",
-        f"{row['time_us']:.2f} us (measured on an NVIDIA H200, commit {TABLE['commit']})",
+        f"{row['time_us']:.2f} us (measured on an NVIDIA H200 at 32K keys a request, commit {TABLE['commit']})",
     ):  # fmt: skip
         assert part in text, part
 
@@ -220,16 +234,17 @@ def test_the_json_keeps_its_schema() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("--heads", "64"), "--heads must be"),
-        (("--heads", "6/4"), "a multiple of the second"),
-        (("--heads", "0/4"), "--heads must be"),
+        (("--heads", "64"), "--heads takes QUERY/KV"),
+        (("--heads", "6/4"), "QUERY a multiple of KV"),
+        (("--heads", "0/4"), "--heads takes QUERY/KV"),
         (("--kv", "int8"), "--kv must be one of bf16, fp16, fp8, nvfp4"),
         (("--topk", "0"), "--topk must lie in 1 to 4096"),
         (("--topk", "5000"), "--topk must lie in 1 to 4096"),
         (("--batch", "0"), "--batch must be at least 1"),
         (("--seqlen-q", "0"), "--seqlen-q must be at least 1"),
-        (("--context", "long"), "--context must be a length"),
-        (("--context", "4096M"), "--context must be a length"),
+        (("--context", "long"), "--context takes positive numbers such as 8192, 8K or 1M"),
+        (("--context", "4096M"), "below 2^31"),
+        (("--context", "8K,16K"), "--context takes one length"),
         (("--bandwidth", "0"), "--bandwidth must be TB/s above 0"),
         (("--bandwidth", "nan"), "--bandwidth must be TB/s above 0"),
         (("--arch", "7.5"), "--arch must be of"),

@@ -22,8 +22,9 @@ SOURCE = compiler.source(score.PROGRAMS[0].sources)
 # All formats of 9.0; elsewhere those that the registers or the conversions of that generation trouble most.
 SPREAD = {
     (9, 0): ("bf16", "bf16-fp16q", "fp16", "fp8", "nvfp4"),
-    (8, 0): ("bf16", "fp8", "nvfp4"), (8, 6): ("nvfp4",), (8, 9): ("fp8",), (10, 0): ("fp8", "nvfp4"),
-    (10, 3): ("nvfp4",), (11, 0): ("fp8",), (12, 0): ("bf16", "nvfp4"), (12, 1): ("fp8",),
+    (8, 0): ("bf16", "fp8", "nvfp4"), (8, 6): ("nvfp4",), (8, 7): ("fp8",), (8, 9): ("fp8",),
+    (10, 0): ("fp8", "nvfp4"), (10, 3): ("nvfp4",), (10, 7): ("fp8",), (11, 0): ("fp8",),
+    (12, 0): ("bf16", "nvfp4"), (12, 1): ("fp8",),
 }  # fmt: skip
 SMS = 132
 

@@ -26,7 +26,7 @@ DEVICE = "cuda"
 MIXED = (9000, 130, 8500, 256, 9000, 300, 8192, 1)
 TWO_ROWS = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Multiprocessors of 2,048 threads: two rows of 1,024 each are at work on one at once. Others have 1,536."""
-CAPABILITIES = ((8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (11, 0), (12, 0), (12, 1))
+CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7), (11, 0), (12, 0), (12, 1))
 
 
 # --- without a GPU ---

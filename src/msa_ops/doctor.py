@@ -13,11 +13,12 @@ import os
 import platform
 import re
 import shutil
+import stat
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +32,9 @@ TARGET_WITHOUT_GPU = (9, 0)
 """Compute capability that the compile self-test builds for where there is no GPU."""
 _HIDING = "CUDA_VISIBLE_DEVICES"
 _REPORTED = (_HIDING, "CUDA_DEVICE_ORDER")
+_ESCAPED = "backslashreplace"
+"""What becomes of bytes that are no UTF-8: a report stays printable, and shows them."""
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +83,8 @@ class CachedArchitecture:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """The folder of compiled kernels. `folder` is None where there is no place for one."""
+    """The folder of compiled kernels. `folder` is None where there is no place for one. `error`: what could not be read,
+    and why; None where all could."""
 
     folder: str | None
     exists: bool
@@ -88,6 +93,7 @@ class Cache:
     files: int
     bytes: int
     files_of_other_versions: int
+    error: str | None = None
 
     def holds(self, architecture: str | None) -> bool:
         """Whether every kernel of an architecture is there."""
@@ -99,7 +105,8 @@ class Machine:
     """What a machine and its packages are. A version that is None was not found; its ``_error`` then says why.
 
     `system_gpus`: GPUs that the system names, whether torch sees them or not. `driver_cuda`: the newest CUDA version that
-    the driver serves. `nvrtc_architectures`: compute capabilities as 80, 90, 121.
+    the driver serves. `nvrtc_architectures`: compute capabilities as 80, 90, 121. `unreadable`: one sentence for each
+    reading that failed and has no ``_error`` of its own.
     """
 
     msa_ops: str | None
@@ -120,6 +127,7 @@ class Machine:
     nvrtc_architectures: tuple[int, ...]
     cache: Cache
     environment: dict[str, str]
+    unreadable: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,35 +201,54 @@ class Report:
 
 
 def probe() -> Machine:
-    """Read this machine. Raises nothing: what cannot be read is None, with its reason where there is a place for it."""
+    """Read this machine. Raises nothing: what cannot be read is None or empty, with its reason in the ``_error`` beside it
+    or in `Machine.unreadable`."""
+    unreadable: list[str] = []
+
+    def read(what: str, reading: Callable[[], _T], otherwise: _T) -> _T:
+        try:
+            return reading()
+        except Exception as error:  # drivers and packages in ruins raise anything; the report is about them
+            unreadable.append(_printable(f"{what}: {type(error).__name__}: {error}"))
+            return otherwise
+
     bindings, bindings_error = _bindings()
     nvrtc, nvrtc_error, architectures = _nvrtc()
     return Machine(
-        msa_ops=_version("msa-ops"),
-        kernel_source=compiler.source_hash(),
+        msa_ops=read("the version of msa-ops", lambda: _version("msa-ops"), None),
+        kernel_source=read("the kernels' sources", compiler.source_hash, "unknown"),
         python=platform.python_version(),
         platform=f"{platform.system()} {platform.machine()}",
         torch=torch.__version__,
         torch_cuda=torch.version.cuda,
         threads=torch.get_num_threads(),
-        system_gpus=_system_gpus(),
-        gpus=_gpus(),
-        driver=_driver(),
+        system_gpus=read("the GPUs that the system names", _system_gpus, ()),
+        gpus=read("the GPUs that torch sees", _gpus, ()),
+        driver=read("the driver's version", _driver, None),
         driver_cuda=_driver_cuda(),
         cuda_bindings=bindings,
         cuda_bindings_error=bindings_error,
         nvrtc=nvrtc,
         nvrtc_error=nvrtc_error,
         nvrtc_architectures=architectures,
-        cache=read_cache(),
-        environment=_environment(),
+        cache=read("the kernel cache", read_cache, Cache(None, False, False, (), 0, 0, 0)),
+        environment=read("the environment", _environment, {}),
+        unreadable=tuple(unreadable),
     )
+
+
+def _printable(text: str) -> str:
+    """Text without the surrogates that stand for bytes which are no UTF-8: no stream can print those."""
+    return text.encode("utf-8", _ESCAPED).decode("utf-8")
 
 
 def _environment() -> dict[str, str]:
     """Variables that change what this package does."""
     read = {n: v for n, v in sorted(os.environ.items()) if n.startswith("MSA_OPS_") or n in _REPORTED}
-    return {name: _shortened(Path(value)) if os.path.isabs(value) else value for name, value in read.items()}
+    return {
+        _printable(name): _shortened(Path(value)) if os.path.isabs(value) else _printable(value)
+        for name, value in read.items()
+    }
 
 
 def _version(distribution: str) -> str | None:
@@ -234,24 +261,27 @@ def _bindings() -> tuple[str | None, str | None]:
     try:
         import cuda.bindings
         from cuda.bindings import driver  # noqa: F401
+
+        return str(cuda.bindings.__version__), None
     except Exception as error:  # a broken package is a finding like a missing one
-        return None, str(error)
-    return str(cuda.bindings.__version__), None
+        return None, _printable(str(error))
 
 
 def _nvrtc() -> tuple[tuple[int, int] | None, str | None, tuple[int, ...]]:
     try:
         return compiler.nvrtc_version(), None, tuple(compiler.supported_architectures())
     except Exception as error:
-        return None, str(error), ()
+        return None, _printable(str(error)), ()
 
 
 def _command(*command: str) -> str:
-    """What a command prints, empty where it cannot run."""
+    """What a command prints, empty where it cannot run. Bytes that are no UTF-8 are shown as escapes."""
     if shutil.which(command[0]) is None:
         return ""
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
+        return subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors=_ESCAPED, timeout=20, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -287,8 +317,8 @@ def _gpu(index: int, properties: Any) -> Gpu:
 
 def _driver() -> str | None:
     with contextlib.suppress(OSError):
-        found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", Path("/proc/driver/nvidia/version").read_text(encoding="utf-8"))
-        if found:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8", errors=_ESCAPED)
+        if found := re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", text):
             return found[1]
     lines = _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").splitlines()
     return lines[0].strip() if lines else None
@@ -296,9 +326,9 @@ def _driver() -> str | None:
 
 def _driver_cuda() -> tuple[int, int] | None:
     """Needs no context and no GPU, only the driver's library."""
-    from .engines.cuda import driver
-
     with contextlib.suppress(Exception):
+        from .engines.cuda import driver
+
         error, version = driver.driver().cuDriverGetVersion()
         if not int(error):
             return version // 1000, version % 1000 // 10
@@ -306,13 +336,13 @@ def _driver_cuda() -> tuple[int, int] | None:
 
 
 def read_cache() -> Cache:
-    """What the cache folder holds; nothing is created."""
+    """What the cache folder holds; nothing is created. What cannot be read is in `Cache.error`."""
     try:
         folder = compiler.cache_dir()
-    except OSError:
-        return Cache(None, False, False, (), 0, 0, 0)
-    files = [path for path in folder.glob("*/*/*.cubin") if path.is_file()] if folder.is_dir() else []
-    mine = [path for path in files if path.parent.parent.name == compiler.source_hash()]
+    except OSError as error:
+        return Cache(None, False, False, (), 0, 0, 0, _printable(str(error)))
+    errors: list[OSError] = []
+    mine, others = _cubins(folder, errors)
     architectures = []
     for capability in plan.SHARED_PER_BLOCK:
         target = compiler.architecture(capability)
@@ -320,25 +350,71 @@ def read_cache() -> Cache:
         held = sum(bool(compiler.read_cached(kernel, target)) for kernel in wanted)
         if held:
             architectures.append(CachedArchitecture(target, held, len(wanted)))
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
     return Cache(
         folder=_shortened(folder),
-        exists=folder.is_dir(),
-        writable=place.is_dir() and os.access(place, os.W_OK | os.X_OK),
+        exists=os.path.isdir(folder),
+        writable=_can_be_written(folder, errors),
         architectures=tuple(architectures),
         files=len(mine),
-        bytes=sum(path.stat().st_size for path in mine),
-        files_of_other_versions=len(files) - len(mine),
+        bytes=sum(mine),
+        files_of_other_versions=others,
+        error=(errors[0].strerror or type(errors[0]).__name__) if errors else None,
     )
+
+
+def _cubins(folder: Path, errors: list[OSError]) -> tuple[list[int], int]:
+    """Sizes of this version's kernels, and the number of other versions' kernels. Files that cannot be read are left out;
+    of this version they are errors."""
+    ignored: list[OSError] = []
+    mine, others = [], 0
+    for version in _listed(folder, errors):
+        ours = version.name == compiler.source_hash()
+        seen = errors if ours else ignored
+        for path in (path for arch in _listed(version, seen) for path in _listed(arch, seen)):
+            if path.suffix != ".cubin":
+                continue
+            try:
+                status = path.stat()
+            except OSError as error:
+                seen.append(error)
+                continue
+            if stat.S_ISREG(status.st_mode):
+                mine += [status.st_size] if ours else []
+                others += not ours
+    return mine, others
+
+
+def _listed(folder: Path, errors: list[OSError]) -> list[Path]:
+    """What a folder holds: nothing where it is none, is not there, or cannot be read, which is an error."""
+    try:
+        return [folder / name for name in sorted(os.listdir(folder))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        errors.append(error)
+        return []
+
+
+def _can_be_written(folder: Path, errors: list[OSError]) -> bool:
+    """Whether a folder, or the nearest that is there and would hold it, can be written."""
+    place = folder.absolute()
+    for place in (place, *place.parents):
+        try:
+            status = place.stat()
+        except FileNotFoundError:
+            continue
+        except OSError as error:  # no search permission on the way, a name that is too long, a file in the way
+            errors.append(error)
+            return False
+        return stat.S_ISDIR(status.st_mode) and os.access(place, os.W_OK | os.X_OK)
+    return False
 
 
 def _shortened(folder: Path) -> str:
     """The path with ~ for the home folder: reports are pasted in public."""
     with contextlib.suppress(RuntimeError, ValueError):
-        return str(Path("~") / folder.relative_to(Path.home()))
-    return str(folder)
+        return _printable(str(Path("~") / folder.relative_to(Path.home())))
+    return _printable(str(folder))
 
 
 # --- what is missing ---------------------------------------------------------------------------------------------------
@@ -356,7 +432,9 @@ def missing(machine: Machine) -> list[Missing]:
     elif any(not machine.cache.holds(gpu.architecture) for gpu in gpus):
         found += _compiler(machine, gpus)
         if not machine.cache.writable:
-            what = f"a writable cache folder: {machine.cache.folder or 'no home folder'}; every process compiles again"
+            place = machine.cache.folder or "no home folder"
+            why = f" ({machine.cache.error})" if machine.cache.error else ""
+            what = f"a writable cache folder: {place}{why}; every process compiles again"
             found.append(Missing(what, "export MSA_OPS_CACHE_DIR=/some/writable/folder"))
     return found
 
@@ -392,7 +470,7 @@ def _compiler(machine: Machine, gpus: list[Gpu]) -> list[Missing]:
             f"an NVRTC that suits the driver: its kernels (NVRTC {version}) do not load where the driver serves CUDA "
         )
         major = machine.driver_cuda[0]
-        found.append(Missing(what + _dotted(machine.driver_cuda), f"pip install 'msa-ops[cuda{major}]'"))
+        found.append(Missing(what + _dotted(machine.driver_cuda), _from_checkout(f"cuda{major}")))
     known = machine.nvrtc_architectures
     for gpu in gpus:
         if gpu.capability[0] * 10 + gpu.capability[1] not in known:
@@ -404,7 +482,12 @@ def _compiler(machine: Machine, gpus: list[Gpu]) -> list[Missing]:
 
 def _install(machine: Machine) -> str:
     extra = "cuda12" if (machine.torch_cuda or "").startswith("12.") else "cuda13"
-    return f"pip install 'msa-ops[{extra}]'"
+    return _from_checkout(extra)
+
+
+def _from_checkout(extra: str) -> str:
+    """A line to paste into a shell."""
+    return f"pip install '.[{extra}]'  # in a checkout of msa_ops"
 
 
 def _dotted(version: tuple[int, int]) -> str:
@@ -431,6 +514,9 @@ def notes(machine: Machine) -> list[str]:
         found.append(f"{' and '.join(forced)} forces the plan of every call; the self-tests leave it aside.")
     if machine.environment.get("MSA_OPS_CHECK") == "1":
         found.append("MSA_OPS_CHECK=1 makes every call read its lengths and tables first, which is slow.")
+    if machine.cache.error:
+        found.append(f"The kernel cache cannot be used: {machine.cache.error}.")
+    found += [f"Could not be read: {what}" for what in machine.unreadable]
     return found
 
 

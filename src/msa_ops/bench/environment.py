@@ -44,6 +44,12 @@ def facts(device: torch.device, commit: str | None) -> dict[str, Any]:
     }
 
 
+def short_facts(device: torch.device, commit: str | None) -> dict[str, Any]:
+    """Those of `facts` that the scripts beside the benchmark record."""
+    whole = facts(device, commit)
+    return {name: whole[name] for name in ("schema_version", "time", "card", "commit", "driver", "torch")}
+
+
 def free_bytes(device: torch.device) -> float:
     """Memory of the device that nothing uses; infinite where the system does not say."""
     if device.type == "cuda":

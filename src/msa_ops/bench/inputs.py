@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALES_PER_ROW
+from ..contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALES_PER_ROW, KVFormat
+from .sizes import row_bytes
 
 KV_KINDS = ("fp8", "bf16", "nvfp4-planar", "nvfp4-tiled")
 """KV formats with their layout: fp8 and bf16 are the K and V halves of one packed cache."""
-_ROW_BYTES = {"bf16": 2 * HEAD_DIM, "fp8": HEAD_DIM, "nvfp4-planar": 72, "nvfp4-tiled": 72}
 # Exact in float32, and unequal to one, so that a side that drops them is seen to be wrong.
 _NVFP4_GLOBAL_SCALES = (0.875, 1.125)
 _FILL_ELEMENTS = 1 << 27
@@ -64,7 +64,7 @@ class Shape:
     @property
     def row_bytes(self) -> int:
         """Bytes of one K (or V) row, scales included."""
-        return _ROW_BYTES[self.kv]
+        return row_bytes(KVFormat(self.kv.partition("-")[0]))
 
     @property
     def page_bytes(self) -> int:

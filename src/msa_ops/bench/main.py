@@ -41,12 +41,21 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """0 when all that was asked for was measured; 1 for a bad machine; 2 (from the parser) for a bad
-    command line; 3 when the time budget or a lost device left shapes unmeasured."""
+    """0 when all that was asked for was measured; 1 for a bad machine, or where this package is wrong or fails; 2 (from
+    the parser) for a bad command line; 3 when the time budget or a lost device left shapes unmeasured."""
     options = parse(argv)
     try:
         result = run(options, lambda line: print(line, flush=True))
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 1
+    return exit_status(result, lambda line: print(line, file=sys.stderr))
+
+
+def exit_status(result: dict[str, Any], say: Callable[[str], None]) -> int:
+    """What a finished run means to whoever started it: `main` lists the numbers. A failure of ours is said."""
+    failed, asked = report.our_failures(result)
+    if failed:
+        say(f"msa_ops itself is wrong or fails at {failed} of {asked} results")
         return 1
     return 3 if result["not_measured"] else 0

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import re
+import shlex
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..contract import BLOCK_SIZE
 from .inputs import KV_KINDS
 from .peers import PEERS
-from .presets import BY_CONTEXT, PRESETS, TP_SIZES, Axes, split_heads
+from .presets import BY_CONTEXT, PRESETS, TP_SIZES, Axes
+from .sizes import numbers, parse_sizes, size, split_heads
 
 _NVFP4 = tuple(kv for kv in KV_KINDS if kv.startswith("nvfp4"))
+DEFAULT_CONTEXT = 32768
+SMOKE_BATCHES = (1, 3)
+SMOKE_HEADS = ("4/2", "4/1")
+SMOKE_CONTEXTS = (512, 1024)
+"""What --smoke takes where nothing is given."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,56 @@ def from_values(**values: Any) -> Options:
         if value is not None:
             setattr(given, name, value)
     return _options(given)
+
+
+def arguments_of(recorded: Mapping[str, Any]) -> list[str]:
+    """The command line of a run, of the options that its report holds: `parse` makes the same options of it.
+
+    The files that it wrote are not recorded.
+    """
+    return list(_arguments(recorded))
+
+
+def command_of(recorded: Mapping[str, Any], json: str) -> str:
+    """`arguments_of` as a line for a shell, of a run that writes the report to the file `json`."""
+    return shlex.join(["python3", "benchmarks/decode.py", *arguments_of(recorded), "--json", json])
+
+
+def _arguments(recorded: Mapping[str, Any]) -> Iterator[str]:
+    axes, smoke = recorded["axes"], recorded["smoke"]
+    for preset in recorded["presets"]:
+        yield from ("--preset", preset)
+    if tuple(axes["kvs"]) != KV_KINDS:
+        yield from ("--kv", ",".join(axes["kvs"]))
+    contexts = tuple(axes["contexts"] or (axes["context"],))
+    lists = {
+        "--batch": (axes["batches"], SMOKE_BATCHES), "--heads": (axes["heads"], SMOKE_HEADS),
+        "--seqlen-q": (axes["seqlens_q"], None), "--tp": (axes["tps"], None),
+    }  # fmt: skip
+    for option, (values, of_smoke) in lists.items():
+        if values and not (smoke and tuple(values) == of_smoke):
+            yield from (option, ",".join(map(str, values)))
+    if contexts != (SMOKE_CONTEXTS if smoke else (DEFAULT_CONTEXT,)) or (axes["contexts"] and not smoke):
+        yield from ("--context", ",".join(map(size, contexts)))
+    values = {
+        "--topk": (axes["topk"], 16), "--device": (recorded["device"], "cuda"), "--seed": (recorded["seed"], 0),
+        "--replays": (recorded["replays"], 3 if smoke else 11), "--calls": (recorded["calls"], 2 if smoke else None),
+        "--workers": (recorded["workers"], 0 if smoke else 12), "--commit": (recorded["commit"], None),
+    }  # fmt: skip
+    for option, (value, default) in values.items():
+        if value != default:
+            yield from (option, str(value))
+    if recorded["time_budget"] is not None:
+        yield from ("--time-budget", f"{recorded['time_budget']:g}")
+    yield from (
+        name for name, on in (("--overlap", axes["overlap"]), ("--extra", axes["extra"]), ("--smoke", smoke)) if on
+    )
+    yield from ("--against", ",".join(recorded["peers"]) or "none")
+    for name in dict.fromkeys(itertools.chain.from_iterable(recorded["sweep"])):
+        chosen = list(dict.fromkeys(environment[name] or "" for environment in recorded["sweep"]))
+        yield from ("--sweep", f"{name}={(';' if any(',' in value for value in chosen) else ',').join(chosen)}")
+    for peer, version in recorded.get("versions", ()):
+        yield from ("--peer-version", f"{peer}={version}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -154,14 +211,14 @@ def _axes(given: argparse.Namespace, presets: tuple[str, ...]) -> Axes:
         _check_step(contexts, numbers("--seqlen-q", given.seqlen_q))
     return Axes(
         kvs=_kvs(given.kv),
-        batches=numbers("--batch", given.batch) or ((1, 3) if smoke else None),
-        heads=heads or (("4/2", "4/1") if smoke else None),
+        batches=numbers("--batch", given.batch) or (SMOKE_BATCHES if smoke else None),
+        heads=heads or (SMOKE_HEADS if smoke else None),
         seqlens_q=numbers("--seqlen-q", given.seqlen_q),
-        context=contexts[0] if contexts else 512 if smoke else 32768,
+        context=contexts[0] if contexts else SMOKE_CONTEXTS[0] if smoke else DEFAULT_CONTEXT,
         topk=given.topk,
         overlap=given.overlap,
         extra=given.extra,
-        contexts=contexts or ((512, 1024) if smoke else None),
+        contexts=contexts or (SMOKE_CONTEXTS if smoke else None),
         tps=tps,
     )
 
@@ -194,28 +251,6 @@ def _kvs(text: str | None) -> tuple[str, ...]:
             raise ValueError(f"--kv takes {', '.join(KV_KINDS)} or nvfp4, got {name!r}")
         kvs += _NVFP4 if name == "nvfp4" else (name,)
     return tuple(dict.fromkeys(kvs))
-
-
-def numbers(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Positive numbers separated by commas. Raises `ValueError`, naming the option."""
-    if text is None:
-        return None
-    if not all(part.isdigit() and int(part) > 0 for part in text.split(",")):
-        raise ValueError(f"{option} takes positive numbers separated by commas, got {text!r}")
-    return tuple(int(part) for part in text.split(","))
-
-
-def parse_sizes(option: str, text: str | None) -> tuple[int, ...] | None:
-    """Numbers that may end in K (1,024) or M (1,048,576)."""
-    if text is None:
-        return None
-    sizes = []
-    for part in str(text).split(","):
-        match = re.fullmatch(r"(\d+)([KM]?)", part.strip().upper())
-        if match is None or int(match[1]) == 0:
-            raise ValueError(f"{option} takes positive numbers such as 8192, 8K or 1M, got {text!r}")
-        sizes.append(int(match[1]) << {"": 0, "K": 10, "M": 20}[match[2]])
-    return tuple(dict.fromkeys(sizes))
 
 
 def _sweep(texts: list[str]) -> tuple[dict[str, str | None], ...]:

@@ -18,7 +18,8 @@ from PIL import Image, PngImagePlugin
 
 from .presets import BY_CONTEXT
 from .records import median_of, ours_of
-from .report import is_model, size
+from .report import is_finished, is_model
+from .sizes import size
 
 Rows = list[dict[str, Any]]
 Key = Callable[[dict[str, Any]], Any]
@@ -133,6 +134,7 @@ def _commit(report: dict[str, Any]) -> str:
     commit, _, changes = (report.get("commit") or "of unknown commit").partition(" with ")
     short = commit[:10] if report.get("commit") else commit
     words = f"{short} with {changes}" if changes else short
+    words += "" if is_finished(report) else "; an unfinished run"
     return f"{words}; a smoke run, no measurement" if report.get("options", {}).get("smoke") else words
 
 

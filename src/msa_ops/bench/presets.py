@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from ..contract import BLOCK_SIZE
 from .goals import NOISE, ONE_LONG_LIMIT, RAGGED_LIMIT, SEPARATE_LIMIT
 from .inputs import Call, Shape
+from .sizes import split_heads
 
 PRESETS = ("grid", "ragged", "spec", "step", "model", "accuracy", "host")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -59,14 +60,6 @@ class Axes:
     extra: bool = False
     contexts: tuple[int, ...] | None = None
     tps: tuple[int, ...] | None = None
-
-
-def split_heads(heads: str) -> tuple[int, int]:
-    """``"64/4"`` as query heads and KV heads."""
-    query, _, kv = heads.partition("/")
-    if not (query.isdigit() and kv.isdigit()) or int(kv) == 0 or int(query) % int(kv) or int(query) == 0:
-        raise ValueError(f"heads are QUERY/KV with QUERY a multiple of KV, such as 64/4, got {heads!r}")
-    return int(query), int(kv)
 
 
 def jobs_of(preset: str, axes: Axes, seed: int) -> list[Job]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .environment import SCHEMA_VERSION
-from .report import size
+from .report import is_finished
+from .sizes import size
 
 _ROW_KEYS = ("preset", "label", "kv", "batch", "heads", "seqlen_q", "context", "topk", "overlap")
 _ROW_FIELDS = (*_ROW_KEYS, "sides", "best", "floor_us", "in_grid")
@@ -30,7 +31,12 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     if not isinstance(report, dict) or report.get("kind", "bench") not in ("bench", "cpu"):
         raise ValueError(f"{path} is no report of msa-ops bench")
     if report.get("schema_version") != SCHEMA_VERSION:
-        version = report.get("schema_version")
+        if (version := report.get("schema_version")) is None:
+            command = "msa-ops bench cpu" if "cpu" in report else "msa-ops bench"
+            raise ValueError(
+                f"{path} has no schema_version: it was written by an older version, which recorded neither that nor the "
+                f"commit and the time of the run. Measure anew with {command}"
+            )
         raise ValueError(f"{path} has schema version {version!r}; this msa-ops reads {SCHEMA_VERSION}")
     if report.get("kind") == "cpu":
         good = _all_have(report.get("results"), ("form", "ours_ms", "sdpa_ms", "ratio"))
@@ -180,8 +186,9 @@ def quantities(report: dict[str, Any]) -> dict[str, tuple[float | None, str, str
 
 
 def _warnings(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """Differences of the machines that make a comparison of times mean little."""
-    lines = []
+    """Differences of the machines, and of the runs, that make a comparison of times mean little."""
+    pair = {"first": before, "second": after}
+    lines = [f"the {which} report is of an unfinished run" for which, r in pair.items() if not is_finished(r)]
     for name in ("kind", "card", "driver", "torch", "read_ceiling_bytes_per_s"):
         a, b = before.get(name), after.get(name)
         if name == "read_ceiling_bytes_per_s":

@@ -6,10 +6,12 @@ import json
 import os
 import pathlib
 import textwrap
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from .presets import BY_CONTEXT, Job
+from .sizes import size
 
 
 def first_line(error: BaseException) -> str:
@@ -24,14 +26,6 @@ def describe(job: Job) -> str:
     if job.preset in BY_CONTEXT:
         parts.append(f"context {size(s.context)}")
     return " ".join(p for p in parts if p)
-
-
-def size(tokens: int) -> str:
-    """``32768`` as ``32K``, ``1048576`` as ``1M``."""
-    for unit, name in ((1 << 20, "M"), (1 << 10, "K")):
-        if tokens % unit == 0:
-            return f"{tokens // unit}{name}"
-    return str(tokens)
 
 
 def progress_line(row: dict[str, Any]) -> str:
@@ -89,9 +83,45 @@ def write(report: dict[str, Any], json_file: str | None, markdown_file: str | No
         pathlib.Path(markdown_file).write_text(markdown(report))
 
 
+def is_ours(label: str) -> bool:
+    """Whether a side is this package, in whatever environment or form."""
+    return label.startswith("ours")
+
+
+def _statuses(report: dict[str, Any]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Preset, side and outcome of everything that was asked of a side."""
+    found = [(row["preset"], label, side) for row in report["rows"] for label, side in row["sides"].items()]
+    found += [("accuracy", row["side"], row) for row in report["accuracy"]]
+    host = report["host"]
+    found += [("host", label, side) for sides in host.get("eager", {}).values() for label, side in sides.items()]
+    return found + [("host", "ours", {"status": "ok", **host[n]}) for n in ("import", "first_call") if n in host]
+
+
+def our_failures(report: dict[str, Any]) -> tuple[int, int]:
+    """At how many results this package is wrong or fails, and of how many. What it refuses in a sweep is no failure."""
+    ours = [side["status"] for _, label, side in _statuses(report) if is_ours(label)]
+    return sum(status in ("wrong", "error") for status in ours), len(ours)
+
+
+def trouble_lines(report: dict[str, Any]) -> list[str]:
+    """A line for every preset and side with wrong or failing results, with the side's own words."""
+    found = _statuses(report)
+    asked = Counter((preset, label) for preset, label, _ in found)
+    bad = Counter(
+        (preset, label, side["status"], side["reason"]) for preset, label, side in found if side["status"] in _TROUBLE
+    )
+    return [
+        f"{preset}: {label} {_TROUBLE[status]} at {n} of {asked[preset, label]} results: {reason}"
+        for (preset, label, status, reason), n in bad.items()
+    ]
+
+
+_TROUBLE = {"wrong": "is WRONG", "error": "FAILED"}
+
+
 def summary_lines(report: dict[str, Any]) -> list[str]:
-    """The verdicts, one a line."""
-    summary, lines = report["summary"], []
+    """The verdicts, one a line; those on wrong and failing sides come first."""
+    summary, lines = report["summary"], trouble_lines(report)
     for kv, s in summary["speed"].items():
         text = f"speed {kv}: must held at {s['must']} of {s['timed']} shapes, aim at {s['aim']}"
         untimed = s["shapes"] - s["timed"]
@@ -129,6 +159,8 @@ def markdown(report: dict[str, Any], pictures: Sequence[pathlib.Path] = ()) -> s
     `pictures` are shown by their names, from the page's own folder.
     """
     lines = [f"# msa_ops on {report['card']}", ""]
+    if not is_finished(report):
+        lines += [f"**{UNFINISHED}**", ""]
     if report["options"]["smoke"]:
         lines += ["A smoke run: it shows that everything works, and measures nothing.", ""]
     ceiling = f"{report['read_ceiling_bytes_per_s'] / 1e12:.3f} TB/s ({report['read_ceiling_method']})"
@@ -142,8 +174,8 @@ def markdown(report: dict[str, Any], pictures: Sequence[pathlib.Path] = ()) -> s
         f"{report['empty_graph_node_us']} us. Sides: {sides}.",
         "",
         f"Microseconds a call: median of {method} (least to most), distinct inputs a call. `floor` is unique bytes over "
-        "the read ceiling. Peers' times are followed by their ratio to ours. **Bold** ratios lose; ✗ marks a bar that is "
-        "not held.",
+        f"the read ceiling; bars count with {report['goal_ceiling_bytes_per_s'] / 1e12:.3f} TB/s. Peers' times are "
+        "followed by their ratio to ours. **Bold** ratios lose; ✗ marks a bar that is not held.",
         "",
     ]
     lines += [f"- {line}" for line in summary_lines(report)]
@@ -178,6 +210,14 @@ def key_columns(rows: Sequence[dict[str, Any]]) -> dict[str, Callable[[dict[str,
     elif any(row["label"] for row in rows) and not is_model(rows):
         columns["lengths"] = lambda row: str(row["label"])
     return columns
+
+
+UNFINISHED = "Saved while the run went on: it is not finished, and rows are missing."
+
+
+def is_finished(report: dict[str, Any]) -> bool:
+    """Whether a run went to its end; reports from before the field was there are of such."""
+    return bool(report.get("finished", True))
 
 
 def is_model(rows: Sequence[dict[str, Any]]) -> bool:
@@ -239,7 +279,7 @@ def _cell(row: dict[str, Any], label: str, notes: dict[str, int]) -> str:
     best = row["best"]
     if best is None or label == best:
         return text
-    ratio = t["median"] / row["sides"][best]["time_us"]["median"]
+    ratio = _over_ours(row, label)
     return f"{text} {f'**{ratio:.3f}**' if ratio < 1 else f'{ratio:.3f}'}"
 
 
@@ -248,10 +288,17 @@ def _bars(row: dict[str, Any]) -> str:
     if goal := row["speed_goal"]:
         marks.append(goal["met"] if goal["met"] != "miss" else f"✗ must {goal['must_us']:.2f}")
     if (goal := row["peer_goal"]) and not goal["met"]:
-        marks.append(f"✗ {goal['peer']} {goal['ratio']:.3f} < {goal['bar']:.3f}")
+        marks.append(f"✗ {goal['peer']} {_over_ours(row, goal['peer']):.3f} < {goal['bar']:.3f}")
     if goal := row["work_goal"]:
-        marks.append(f"{'' if goal['met'] else '✗ '}{goal['ratio']:.3f} of {goal['baseline']} (limit {goal['limit']})")
+        ratio = 1 / _over_ours(row, f"{row['best']} {goal['baseline']}")
+        marks.append(f"{'' if goal['met'] else '✗ '}{ratio:.3f} of {goal['baseline']} (limit {goal['limit']})")
     return ", ".join(marks)
+
+
+def _over_ours(row: dict[str, Any], label: str) -> float:
+    """A side's time over ours, from the times: a ratio that was rounded for the JSON would be rounded twice."""
+    mine, theirs = (row["sides"][name]["time_us"]["median"] for name in (row["best"], label))
+    return float(theirs / mine)
 
 
 def accuracy_cells(r: dict[str, Any]) -> list[str]:

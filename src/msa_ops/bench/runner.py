@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from .measure import Bench, Prepared
 from .options import Options
 from .peers import UNKNOWN, Absent, Refused, Side, load_peers, ours
 from .presets import Job, jobs_of, separate_requests
-from .report import accuracy_line, describe, first_line, host_words, progress_line
+from .report import accuracy_line, describe, first_line, host_words, is_ours, progress_line
 from .step import StepRunner
 
 WRONG_ABOVE = 0.01
@@ -114,7 +114,7 @@ class Runner:
                 self._host()
         except DeviceLost as error:
             self.say(f"STOPPED: {error}")
-            self.not_measured.append(f"everything after this: {error}")
+            self.not_measured.append(f"everything after a fault: {error}")
         return self.report()
 
     def _jobs(self, jobs: list[Job]) -> None:
@@ -125,32 +125,42 @@ class Runner:
                 self.not_measured.append(f"{job.preset} {describe(job)}")
                 continue
             begin = time.monotonic()
-            if job.preset == "accuracy":
-                self._accuracy(job)
-            else:
-                rows = self.steps.rows(job, jobs) if job.preset == "step" else [self.measure(job)]
-                self.rows += rows
-                for row in rows:
-                    self.say(progress_line(row))
+            try:
+                self._job(job, jobs)
+            except Exception as error:
+                self.not_measured += [f"{left.preset} {describe(left)}" for left in jobs[done:]]
+                if not isinstance(error, DeviceLost):  # a fault may show itself at any later call
+                    self._raise_if_lost(f"{job.preset} {describe(job)}", error)
+                raise
             now = time.monotonic()
             self._slowest = max(self._slowest, now - begin)
             if now - self._saved > _CHECKPOINT_S:
                 self._saved = now
-                self.checkpoint(self.report())
+                self.checkpoint(self.report(finished=False))
         if jobs:
             self.progress(len(jobs), len(jobs), "")
         if self.not_measured:
             self.say(f"time budget spent; not measured: {len(self.not_measured)} of {len(jobs)} shapes")
 
+    def _job(self, job: Job, jobs: Sequence[Job]) -> None:
+        if job.preset == "accuracy":
+            self._accuracy(job)
+            return
+        rows = self.steps.rows(job, jobs) if job.preset == "step" else [self.measure(job)]
+        self.rows += rows
+        for row in rows:
+            self.say(progress_line(row))
+
     def _out_of_time(self, needed: float) -> bool:
         budget = self.options.time_budget
         return budget is not None and time.monotonic() - self.started + needed > budget
 
-    def report(self) -> dict[str, Any]:
-        """All that was measured, ready for JSON."""
+    def report(self, finished: bool = True) -> dict[str, Any]:
+        """All that was measured so far, ready for JSON. `finished` is false in what is saved while the run goes on."""
         return {
             **self.facts,
             "kind": "bench",
+            "finished": finished,
             "goal_ceiling_bytes_per_s": round(self.goal_ceiling),
             "sides": {s.name: s.version for s in (*self.mine, *self.peers)},
             "absent": {a.name: a.reason for a in self.absent},
@@ -172,7 +182,7 @@ class Runner:
             self.release_pool()
             self.steps.release_pool()
             shapes = [j.shape for j in jobs if (j.shape.kv, j.shape.num_kv_heads) == key]
-            shapes += [j.baseline_shape for j in jobs if j.baseline_shape and (shape.kv, shape.num_kv_heads) == key]
+            shapes += [b for j in jobs if (b := j.baseline_shape) and (b.kv, b.num_kv_heads) == key]
             pages = max(s.used_pages for s in (*shapes, shape))
             timed = any(j.preset != "accuracy" for j in jobs)
             if timed and not self.options.smoke:
@@ -213,8 +223,7 @@ class Runner:
             contestants += [Contestant(f"{side.name} {job.baseline}", side, other) for side in self.mine]
         contestants += [Contestant(side.name, side, calls) for side in self.peers]
         sides, ready = self._gate(contestants)
-        for label, timing in self.bench.time(ready, self.options.replays).items():
-            sides[label]["time_us"] = timing.as_dict()
+        self.time(ready, sides)
         nbytes = sum(call.unique_bytes for call in calls) / len(calls)
         row = self.row(job, nbytes, len(calls), sides, pool.pages)
         return self._judge(row, job, nbytes)
@@ -235,6 +244,21 @@ class Runner:
                 sides[c.label] = result
         return sides, ready
 
+    def time(self, ready: Mapping[str, Prepared], sides: dict[str, dict[str, Any]]) -> None:
+        """Time the sides that are ready and write the times into `sides`.
+
+        They share a timing, so an error in it is an error of each. Raises `DeviceLost` where it broke the context.
+        """
+        try:
+            timings = self.bench.time(ready, self.options.replays)
+        except Exception as error:
+            self._raise_if_lost(f"timing {', '.join(ready)}", error)
+            reason = f"while {', '.join(ready)} were timed: {type(error).__name__}: {first_line(error)}"
+            sides.update({label: {"status": "error", "reason": reason} for label in ready})
+            return
+        for label, timing in timings.items():
+            sides[label]["time_us"] = timing.as_dict()
+
     def replayed(
         self, label: str, side: Side, run: Callable[[Any], object], calls: Sequence[Any], poison: Callable[[], None]
     ) -> Prepared | dict[str, Any]:
@@ -250,7 +274,10 @@ class Runner:
             return {"status": "refused", "reason": str(refusal)}
         except Exception as error:
             self._raise_if_lost(label, error)
-            status = "refused" if isinstance(error, (NotImplementedError, ValueError)) else "error"
+            # Of what it says it can do this package may refuse nothing, but for what a sweep's variable forces on it.
+            may_refuse = bool(side.environment) or not is_ours(side.name)
+            refuses = may_refuse and isinstance(error, (NotImplementedError, ValueError))
+            status = "refused" if refuses else "error"
             return {"status": status, "reason": f"{type(error).__name__}: {first_line(error)}"}
         return prepared
 
@@ -348,6 +375,17 @@ class Runner:
                 self.accuracy.append(row)
                 self.say(accuracy_line(row))
 
+    def _eager(self, side: Side, call: Call) -> dict[str, Any]:
+        result = self._checked(Contestant(side.name, side, [call]), [])
+        if isinstance(result, dict):
+            return result
+        try:
+            with side.in_environment():
+                return host.eager_cost(side, call, *((3, 2) if self.options.smoke else (21, 40)))
+        except Exception as error:
+            self._raise_if_lost(side.name, error)
+            return {"status": "error", "reason": f"{type(error).__name__}: {first_line(error)}"}
+
     def _host(self) -> None:
         kvs = self.options.axes.kvs
         for done, kv in enumerate(kvs):
@@ -355,15 +393,12 @@ class Runner:
             if self._out_of_time(5):
                 self.not_measured.append(f"host {kv}")
                 continue
-            smoke = self.options.smoke
-            shape = Shape(kv, 1, *((4, 2) if smoke else (64, 4)), context=self.options.axes.context)
+            heads = (4, 2) if self.options.smoke else (64, 4)
+            shape = Shape(kv, 1, *heads, context=self.options.axes.context)
             call = make_calls(shape, self.pool(shape, []), 1, self.generator)[0]
             sides = {}
             for side in (*self.mine, *self.peers):
-                result = self._checked(Contestant(side.name, side, [call]), [])
-                with side.in_environment():
-                    size = (3, 2) if smoke else (21, 40)
-                    sides[side.name] = result if isinstance(result, dict) else host.eager_cost(side, call, *size)
+                sides[side.name] = self._eager(side, call)
             self.host.setdefault("eager", {})[kv] = sides
             self.say(f"host {kv}: " + ", ".join(f"{n} {host_words(s)}" for n, s in sides.items()))
         costs: dict[str, Callable[[], dict[str, Any]]] = {

@@ -75,8 +75,7 @@ class StepRunner:
         found = []
         for part in PARTS:
             sides, ready = self._gate(part, buffers, samples)
-            for label, timing in self._runner.bench.time(ready, self._runner.options.replays).items():
-                sides[label]["time_us"] = timing.as_dict()
+            self._runner.time(ready, sides)
             nbytes = sum(part_bytes(part, call) for call in calls) / len(calls)
             row = self._runner.row(replace(job, label=part), nbytes, len(calls), sides, pool.kv.pages)
             found.append(row | {"index_dtype": str(index_dtype(shape.kv)).removeprefix("torch.")})

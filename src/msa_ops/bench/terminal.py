@@ -15,8 +15,10 @@ from . import cpu_report
 from .records import Difference, median_of, ours_of
 from .report import (
     ACCURACY_HEAD,
+    UNFINISHED,
     accuracy_cells,
     host_words,
+    is_finished,
     key_columns,
     last_column,
     share_of,
@@ -56,6 +58,8 @@ def progress(console: Console) -> Iterator[tuple[Say, Step]]:
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Tables of all that was measured, the verdicts, and what was not measured."""
+    if not is_finished(report):
+        console.print(UNFINISHED, style="bold red", markup=False)
     for preset in dict.fromkeys(row["preset"] for row in report["rows"]):
         rows = [row for row in report["rows"] if row["preset"] == preset]
         notes: dict[str, int] = {}

@@ -179,14 +179,11 @@ def cpu(
     """The CPU engine against torch's attention on keys that are gathered and widened already."""
     from ..bench import cpu as bench
     from ..bench import cpu_report
-    from ..bench.options import parse_sizes
-    from ..bench.presets import split_heads
+    from ..bench.sizes import parse_size, split_heads
 
     try:
-        (query, kv), sizes = split_heads(heads), parse_sizes("--context", context)
-        if sizes is None or len(sizes) > 1:
-            raise ValueError(f"--context takes one length, got {context!r}")
-        given = {"threads": threads, "batch": batch, "heads": query, "kv_heads": kv, "context": sizes[0], "topk": topk}
+        (query, kv), keys = split_heads(heads), parse_size("--context", context)
+        given = {"threads": threads, "batch": batch, "heads": query, "kv_heads": kv, "context": keys, "topk": topk}
         shape = bench.Shape(**(bench.SMOKE if smoke else given | {"rounds": rounds}))
         chosen = bench.checked(shape, forms.split(","))
         prepare_folder("--out", out)
@@ -221,7 +218,7 @@ def plot(
 ) -> None:
     """Draw the pictures of a report again, or compare several: our times of the others appear beside the first's."""
     from ..bench import records
-    from ..bench.options import numbers
+    from ..bench.sizes import numbers
 
     try:
         reports = {path.stem: records.load(path) for path in files}
@@ -276,7 +273,7 @@ def diff(
 
 def _measure(name: str, preset: str, given: dict[str, Any]) -> None:
     """Measure, print, write. Exit status 1 for a bad machine, or where this package is wrong or fails; 3 for shapes not
-    measured. A shape that this package refuses is no failure, and is shown like a peer's refusal."""
+    measured. In a sweep a shape that this package refuses is no failure, and is shown like a peer's refusal."""
     from ..bench import main, report
 
     out, plots = given.pop("out"), given.pop("plots")
@@ -297,16 +294,8 @@ def _measure(name: str, preset: str, given: dict[str, Any]) -> None:
     (out / f"{name}.md").write_text(report.markdown(result, pictures[::2]), encoding="utf-8")
     terminal.print_report(result, console)
     _say_written(console, [out / f"{name}.json", out / f"{name}.md", *pictures])
-    ours = [
-        [side["status"] for label, side in row["sides"].items() if label.startswith("ours")] for row in result["rows"]
-    ]
-    ours += [[row["status"]] for row in result["accuracy"] if row["side"].startswith("ours")]
-    failed = sum(not {"wrong", "error"}.isdisjoint(statuses) for statuses in ours)
-    if failed:
-        console.print(f"msa_ops itself is wrong or fails at {failed} of {len(ours)} rows", style="bold red")
-        raise typer.Exit(1)
-    if result["not_measured"]:
-        raise typer.Exit(3)
+    if status := main.exit_status(result, lambda line: console.print(line, style="bold red")):
+        raise typer.Exit(status)
 
 
 def _options(preset: str, given: dict[str, Any]) -> Options:
@@ -328,7 +317,9 @@ def _terminal() -> Any:
     try:
         from ..bench import terminal
     except ModuleNotFoundError as error:
-        raise SystemExit(f"msa-ops bench needs the package {error.name}: pip install 'msa-ops[cli]'") from None
+        raise SystemExit(
+            f"msa-ops bench needs the package {error.name}: pip install '.[cli]' in a checkout of msa_ops"
+        ) from None
     return terminal
 
 
@@ -339,7 +330,7 @@ def _pictures(wanted: bool) -> Callable[[dict[str, Any], Path, str], list[Path]]
     try:
         from ..bench import plots
     except ModuleNotFoundError as error:
-        remedy = "pip install 'msa-ops[demo]', or --no-plots where there is that option"
+        remedy = "pip install '.[demo]' in a checkout of msa_ops, or --no-plots where there is that option"
         raise SystemExit(f"msa-ops bench needs the package {error.name} for its pictures: {remedy}") from None
     return plots.draw
 

@@ -73,7 +73,8 @@ def demo(
     try:
         from . import demo_report, demo_run  # noqa: F401
     except ModuleNotFoundError as error:
-        raise SystemExit(f"msa-ops demo needs the package {error.name}: pip install 'msa-ops[demo]'") from None
+        remedy = "pip install '.[demo]' in a checkout of msa_ops"
+        raise SystemExit(f"msa-ops demo needs the package {error.name}: {remedy}") from None
     console = Console()
     if options.device_note:
         console.print(options.device_note, highlight=False)

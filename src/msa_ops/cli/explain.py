@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import re
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
@@ -13,10 +12,10 @@ from typing import Annotated, Any
 
 import typer
 
-from ..contract import BLOCK_SIZE, MAX_TOPK, SCALES_PER_ROW, KVFormat
+from ..bench.sizes import parse_size, row_bytes, size, split_heads
+from ..contract import BLOCK_SIZE, MAX_TOPK, KVFormat
 from ..engines.cuda.plan import (
     MAX_GRID,
-    ROW_BYTES,
     Combine,
     DeviceFacts,
     LaunchPlan,
@@ -58,9 +57,7 @@ class CallShape:
 
     def kv_bytes(self, blocks: int) -> int:
         """Bytes of K, V and their block scales for so many blocks of each request and KV head."""
-        kv = KVFormat(self.kv)
-        row = ROW_BYTES[kv] + (SCALES_PER_ROW if kv is KVFormat.NVFP4 else 0)
-        return self.batch_size * self.num_kv_heads * blocks * BLOCK_SIZE * 2 * row
+        return self.batch_size * self.num_kv_heads * blocks * BLOCK_SIZE * 2 * row_bytes(KVFormat(self.kv))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,8 +153,8 @@ def explain_command(
     Nothing is run. With --device cuda:N the driver is asked what fits, and the kernel is compiled if no cache holds it.
     """
     try:
-        num_qo_heads, num_kv_heads = parse_heads(heads)
-        shape = CallShape(batch, num_qo_heads, num_kv_heads, kv, seqlen_q, topk, parse_context(context), force_fused)
+        keys = None if context is None else parse_size("--context", context)
+        shape = CallShape(batch, *split_heads(heads), kv, seqlen_q, topk, keys, force_fused)
         check_shape(shape, bandwidth)
         report = explain_shape(shape, arch, multiprocessors, device, bandwidth)
     except ValueError as error:
@@ -173,28 +170,6 @@ def explain_command(
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------------
-
-
-def parse_heads(text: str) -> tuple[int, int]:
-    """``"64/4"`` as ``(64, 4)``. Raises `ValueError`."""
-    match = re.fullmatch(r"(\d+)/(\d+)", text.strip())
-    found = (int(match[1]), int(match[2])) if match else (0, 0)
-    if min(found) < 1 or found[0] % found[1]:
-        raise ValueError(
-            f"--heads must be query heads / KV heads, the first a multiple of the second, as 64/4, got {text!r}"
-        )
-    return found
-
-
-def parse_context(text: str | None) -> int | None:
-    """``"32K"`` as 32768. Raises `ValueError`."""
-    if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)([kKmM]?)", text.strip())
-    length = int(match[1]) * {"": 1, "k": 2**10, "m": 2**20}[match[2].lower()] if match else 0
-    if not 1 <= length < 2**31:
-        raise ValueError(f"--context must be a length from 1 to 2^31 - 1 such as 32768, 32K or 1M, got {text!r}")
-    return length
 
 
 def check_shape(shape: CallShape, bandwidth: float | None) -> None:
@@ -363,27 +338,37 @@ def _bandwidth(target: Target, given: float | None) -> tuple[float | None, str]:
     return None, "unknown for this device: pass --bandwidth"
 
 
-_KEYS = ("kv", "num_qo_heads", "num_kv_heads", "topk", "seqlen_q", "batch_size")
+_KEYS = ("kv", "num_qo_heads", "num_kv_heads", "topk", "seqlen_q", "context", "batch_size")
 
 
 def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
     """The time to expect by the committed table: a row of it, or between two rows that differ in their batch alone."""
     table = committed_table()
     rows = table["rows"]
-    wanted = {key: getattr(shape, key) for key in _KEYS}
+    # Without --context any will do that holds what is selected: then it is nothing that could differ.
+    wanted = {key: value for key in _KEYS if (value := getattr(shape, key)) is not None}
     nearest = min(rows, key=lambda row: _distance(row, wanted))
-    differs = tuple(f"{key} {nearest[key]} instead of {wanted[key]}" for key in _KEYS if nearest[key] != wanted[key])
+    differs = tuple(
+        f"{key} {_words(key, nearest[key])} instead of {_words(key, value)}"
+        for key, value in wanted.items()
+        if nearest[key] != value
+    )
     if not _is_tables_card(target):
         return Expectation(None, f"the table was measured on an {table['card']} alone", nearest, differs)
     if shape.blocks_read[0] < shape.topk:
         return Expectation(None, f"context {shape.context} has fewer blocks than are selected", nearest, differs)
     if shape.force_fused is not None or "MSA_OPS_" in plan.why:
         return Expectation(None, "the table holds plans that were not forced", nearest, differs)
+    contexts = sorted({row["context"] for row in rows})
+    keys = f"{' and '.join(map(size, contexts))} keys a request"
+    if shape.context is not None and shape.context not in contexts:
+        return Expectation(None, f"the table was measured at {keys} alone", nearest, differs)
     if not differs:
-        return Expectation(nearest["time_us"], f"measured on an {table['card']}, commit {table['commit']}", nearest, ())
-    alike = sorted(
-        (row for row in rows if all(row[key] == wanted[key] for key in _KEYS[:-1])), key=lambda row: row["batch_size"]
-    )
+        keys = f"{size(nearest['context'])} keys a request"
+        basis = f"measured on an {table['card']} at {keys}, commit {table['commit']}"
+        return Expectation(nearest["time_us"], basis, nearest, ())
+    same = [key for key in wanted if key != "batch_size"]
+    alike = sorted((row for row in rows if all(row[key] == wanted[key] for key in same)), key=lambda r: r["batch_size"])
     below = [row for row in alike if row["batch_size"] < shape.batch_size]
     above = [row for row in alike if row["batch_size"] > shape.batch_size]
     if not below or not above:
@@ -397,8 +382,12 @@ def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
 
 def _distance(row: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]:
     """How far a row is from the call: another KV dtype counts most, then ratios of the sizes."""
-    sizes = sum(abs(math.log(row[key] / wanted[key])) for key in _KEYS[1:])
+    sizes = sum(abs(math.log(row[key] / value)) for key, value in wanted.items() if key != "kv")
     return row["kv"] != wanted["kv"], sizes
+
+
+def _words(key: str, value: Any) -> str:
+    return size(value) if key == "context" else str(value)
 
 
 # --- printing ----------------------------------------------------------------------------------------------------------
@@ -413,7 +402,7 @@ def render(report: ShapeReport, console: Any) -> None:
     console.print(
         Text(
             f"{s.kv} KV, {s.num_qo_heads} query heads, {s.num_kv_heads} KV heads, batch {s.batch_size}, "
-            f"seqlen_q {s.seqlen_q}, top-k {s.topk}{'' if s.context is None else f', context {s.context}'}",
+            f"seqlen_q {s.seqlen_q}, top-k {s.topk}{'' if s.context is None else f', context {size(s.context)}'}",
             style="bold",
         )
     )

@@ -51,5 +51,7 @@ def main() -> None:
     try:
         app = build_app()
     except ModuleNotFoundError as error:
-        raise SystemExit(f"msa-ops needs the package {error.name}: pip install 'msa-ops[cli]'") from None
+        raise SystemExit(
+            f"msa-ops needs the package {error.name}: pip install '.[cli]' in a checkout of msa_ops"
+        ) from None
     app(prog_name="msa-ops")

@@ -33,8 +33,8 @@ class Program(Protocol):
 _OPTIONS = ("-std=c++17", "-default-device")
 _MAGIC = b"msa_ops cubin 1\n"
 INSTALL = (
-    "pip install 'msa-ops[cuda13]' (for a torch built with CUDA 13) or 'msa-ops[cuda12]' (CUDA 12), which bring "
-    "cuda-bindings and NVIDIA's NVRTC package"
+    "in a checkout of msa_ops, pip install '.[cuda13]' (for a torch built with CUDA 13) or '.[cuda12]' (CUDA 12), which "
+    "bring cuda-bindings and NVIDIA's NVRTC package"
 )
 
 

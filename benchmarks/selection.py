@@ -1,0 +1,241 @@
+#!/usr/bin/env python3
+"""Time the selection of blocks, and a whole decode step with its parts, in CUDA graphs. Needs an NVIDIA GPU.
+
+    PYTHONPATH=src python3 benchmarks/selection.py [--json FILE] [--commit COMMIT] [--time-budget SECONDS]
+
+Distinct calls in one graph with a cold L2 cache; medians over its replays. Ids are compared with the CPU's before anything
+is timed, and a step with its own parts. The preset `step` of ``benchmarks/decode.py`` measures steps beside other
+packages; here the selection is taken over the number of blocks and the layout of its scores. About 20 s on an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import msa_ops
+from msa_ops.bench import environment
+from msa_ops.bench.goals import H200_READ_BYTES_PER_S
+from msa_ops.bench.measure import Bench, Timing
+from msa_ops.contract import BLOCK_SIZE, FP8, HEAD_DIM
+
+HEADS, QUERY_HEADS, TOPK, REPLAYS = 4, 64, 16, 9
+BLOCKS = (64, 256, 1024, 8192)
+BATCHES = (1, 16, 64)
+GOALS = {(256, 1): 3.0, (256, 16): 3.0, (256, 64): 3.0, (8192, 1): 10.0, (8192, 64): 40.0}
+"""us at (blocks, batch)."""
+STEP_CONTEXTS = (8192, 131072)
+STEP_PAGES = 40_000
+_FILL = 1 << 28
+
+Call = Callable[[], object]
+
+
+class Measurement:
+    """Collects records and prints each. `budget`: seconds after which no step is begun."""
+
+    def __init__(self, device: torch.device, budget: float) -> None:
+        self.device = device
+        self.bench = Bench(device)
+        self.generator = torch.Generator(device).manual_seed(0)
+        self.records: list[dict[str, Any]] = []
+        self.end = time.monotonic() + budget
+
+    def time(self, calls: Sequence[Call]) -> Timing:
+        """us a call."""
+        prepared = self.bench.prepare(lambda call: call(), calls)
+        return self.bench.time({"": prepared}, REPLAYS)[""]
+
+    def note(self, **fields: Any) -> None:
+        self.records.append(fields)
+        print("  ".join(f"{n}={v:.2f}" if isinstance(v, float) else f"{n}={v}" for n, v in fields.items()), flush=True)
+
+    def randn(self, *size: int) -> Tensor:
+        return torch.randn(size, device=self.device, generator=self.generator)
+
+    def scores(self, blocks: int, tokens: int, innermost: str) -> Tensor:
+        """``(heads, blocks, tokens)`` with blocks or tokens innermost."""
+        if innermost == "blocks":
+            return self.randn(HEADS, tokens, blocks).transpose(1, 2)
+        return self.randn(HEADS, blocks, tokens)
+
+
+# --- the selection alone ---
+
+
+def check_selection(m: Measurement) -> None:
+    """Raises `RuntimeError` where ids are not the CPU's."""
+    for blocks in BLOCKS:
+        for tokens in (1, 16):
+            for innermost in ("blocks", "tokens"):
+                score = m.scores(blocks, tokens, innermost)
+                extent = torch.randint(
+                    1, blocks + 1, (tokens,), device=m.device, dtype=torch.int32, generator=m.generator
+                )
+                for s in (score, (score * 2).round()):  # the second has many equal scores
+                    found = msa_ops.msa_topk_select(s, TOPK, extent, None, 1, 1)
+                    _same(f"selection of {blocks} blocks", found, s, extent, 1)
+
+
+def _same(what: str, found: Tensor, scores: Tensor, extent: Tensor | None, begin: int) -> None:
+    """Raise `RuntimeError` unless `found` is what the CPU selects by these scores."""
+    wanted = msa_ops.msa_topk_select(scores.cpu(), TOPK, None if extent is None else extent.cpu(), None, begin, 1)
+    if not torch.equal(found.cpu(), wanted):
+        raise RuntimeError(f"{what}: ids differ from the CPU's; a wrong result is not timed")
+
+
+def time_selection(m: Measurement) -> None:
+    for blocks in BLOCKS:
+        for batch in BATCHES:
+            for innermost in ("blocks",) if batch == 1 else ("blocks", "tokens"):
+                calls: list[Call] = []
+                for _ in range(64 if blocks * batch <= 64 * 1024 else 24):
+                    ids = torch.empty(batch, HEADS, TOPK, dtype=torch.int32, device=m.device)
+                    scores = m.scores(blocks, batch, innermost)
+                    calls.append(partial(msa_ops.msa_topk_select, scores, TOPK, None, ids, 0, 1))
+                took, goal = m.time(calls), GOALS.get((blocks, batch))
+                verdict = "" if goal is None else "ok" if took.median <= goal else f"OVER {goal}"
+                m.note(
+                    part="select", blocks=blocks, batch=batch, innermost=innermost, us=took.median, least=took.min,
+                    most=took.max, goal=verdict,
+                )  # fmt: skip
+
+
+# --- the whole step ---
+
+
+@dataclass(frozen=True)
+class Step:
+    """The tensors of one decode step. Scores have blocks innermost; `ids` are ``(tokens, KV heads, topk)``."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    index_q: Tensor
+    index_k: Tensor
+    starts: Tensor
+    table: Tensor
+    lengths: Tensor
+    scores: Tensor
+    ids: Tensor
+    out: Tensor
+
+    @property
+    def paged(self) -> dict[str, Any]:
+        return {"page_table": self.table, "seqused_k": self.lengths}
+
+    def score(self) -> None:
+        msa_ops.msa_proxy_score(
+            self.index_q, self.index_k, self.starts, **self.paged, max_seqlen_q=1, max_k_tiles=self.scores.shape[1],
+            output=self.scores,
+        )  # fmt: skip
+
+    def select(self) -> None:
+        msa_ops.msa_topk_select(self.scores, TOPK, None, self.ids, 0, 1)
+
+    def attend(self) -> None:
+        ids = self.ids.transpose(0, 1)
+        msa_ops.msa_sparse_decode_attention(self.q, self.k, self.v, ids, **self.paged, out=self.out)
+
+    def step(self) -> None:
+        msa_ops.msa_decode_step(
+            self.q, self.k, self.v, self.index_q, self.index_k, topk=TOPK, **self.paged, out=self.out, q2k_out=self.ids,
+            score_out=self.scores,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise `RuntimeError` unless the step's ids are the CPU's choice by its scores, and its output the attention's."""
+        self.step()
+        _same("step", self.ids, self.scores, None, 0)
+        whole = self.out.clone()
+        self.attend()
+        if not (torch.equal(self.out, whole) and bool(whole.isfinite().all())):
+            raise RuntimeError("step: its output is not that of the attention alone; a wrong result is not timed")
+
+
+def make_pool(m: Measurement, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """K and V as halves of one packed cache."""
+    packed = torch.empty(STEP_PAGES, HEADS, BLOCK_SIZE, 2 * HEAD_DIM, dtype=dtype, device=m.device)
+    flat = packed.view(-1)
+    for first in range(0, flat.numel(), _FILL):
+        part = flat[first : first + _FILL]
+        part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=m.device, generator=m.generator))
+    return packed[..., :HEAD_DIM], packed[..., HEAD_DIM:]
+
+
+def make_step(m: Measurement, k: Tensor, v: Tensor, index_k: Tensor, context: int, batch: int) -> Step:
+    blocks = context // BLOCK_SIZE
+    kinds: dict[str, Any] = {"dtype": torch.int32, "device": m.device}
+    q = m.randn(batch, QUERY_HEADS, HEAD_DIM).bfloat16()
+    return Step(
+        q, k, v, m.randn(batch, HEADS, HEAD_DIM).bfloat16(), index_k, torch.arange(batch + 1, **kinds),
+        torch.randint(STEP_PAGES, (batch, blocks), generator=m.generator, **kinds),
+        torch.full((batch,), context - 5, **kinds),
+        torch.empty(HEADS, batch, blocks, device=m.device).transpose(1, 2),
+        torch.empty(batch, HEADS, TOPK, **kinds), torch.empty_like(q),
+    )  # fmt: skip
+
+
+def time_steps(m: Measurement) -> None:
+    index_k = m.randn(STEP_PAGES, 1, BLOCK_SIZE, HEAD_DIM).bfloat16()
+    for kv, dtype in (("bf16", torch.bfloat16), ("fp8", FP8)):
+        k, v = make_pool(m, dtype)
+        for context in STEP_CONTEXTS:
+            for batch in BATCHES:
+                if time.monotonic() > m.end:
+                    print("stopped: the time budget is spent")
+                    return
+                count = 16 if batch * context <= 4096 * BLOCK_SIZE else 4
+                steps = [make_step(m, k, v, index_k, context, batch) for _ in range(count)]
+                steps[0].check()
+                took = {
+                    part: m.time([getattr(step, part) for step in steps]).median
+                    for part in ("score", "select", "attend", "step")
+                }
+                index_bytes = batch * context * HEAD_DIM * index_k.itemsize
+                kv_bytes = batch * HEADS * TOPK * BLOCK_SIZE * 2 * HEAD_DIM * k.itemsize
+                floors = {"score_floor": index_bytes, "attend_floor": kv_bytes}
+                m.note(
+                    part="step", kv=kv, context=context, batch=batch, **took,
+                    **{name: nbytes / H200_READ_BYTES_PER_S * 1e6 for name, nbytes in floors.items()},
+                )  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """0 when it went to its end, 1 without a GPU or for a wrong result, 2 (from the parser) for a bad command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
+    parser.add_argument("--json", type=Path, help="write the result there")
+    parser.add_argument("--commit", help="recorded in the JSON where the source is no git checkout")
+    parser.add_argument("--time-budget", type=float, default=23.0, metavar="SECONDS", help="begin no step after it")
+    given = parser.parse_args(argv)
+    if not torch.cuda.is_available():
+        print("error: no CUDA device: use a machine with an NVIDIA GPU", file=sys.stderr)
+        return 1
+    device = torch.device("cuda", torch.cuda.current_device())
+    facts = environment.short_facts(device, given.commit)
+    print(f"{facts['card']}, torch {facts['torch']}, commit {facts['commit']}")
+    m = Measurement(device, given.time_budget)
+    try:
+        check_selection(m)
+        time_selection(m)
+        time_steps(m)
+    except RuntimeError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if given.json:
+        given.json.write_text(json.dumps({**facts, "records": m.records}, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

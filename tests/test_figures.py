@@ -1,0 +1,238 @@
+"""The committed results and what benchmarks/figures.py makes of them: every figure is traced to its run."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from msa_ops.bench import records, report
+from msa_ops.bench.options import arguments_of, parse
+from msa_ops.bench.presets import jobs_of
+from msa_ops.bench.step_sides import PARTS
+from msa_ops.engines.cuda.plan import SHARED_PER_BLOCK
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+RUNS = ("h200.json", "h200-step.json")
+
+
+@pytest.fixture
+def figures() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("figures_of_results", ROOT / "benchmarks" / "figures.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def load(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((RESULTS / name).read_text(encoding="utf-8"))
+    return found
+
+
+@pytest.fixture
+def copied(figures: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A folder with all results, which the script reads in the place of the committed one."""
+    for path in RESULTS.glob("*.json"):
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    return tmp_path
+
+
+def change(path: Path, **fields: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8")) | fields), encoding="utf-8")
+
+
+# --- the runs themselves ---
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_floor_is_bytes_over_that_files_ceiling(name: str) -> None:
+    run = records.load(RESULTS / name)
+    assert run["rows"]
+    for row in run["rows"]:
+        floor = row["unique_bytes"] / run["read_ceiling_bytes_per_s"] * 1e6
+        assert row["floor_us"] == pytest.approx(floor, abs=1e-3), records.row_name(row)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_what_a_run_was_asked_for_is_measured_or_named(name: str) -> None:
+    run = load(name)
+    options = parse(arguments_of(run["options"]))
+    assert options.commit == run["commit"]
+    jobs = [
+        job for preset in options.presets if preset != "host" for job in jobs_of(preset, options.axes, options.seed)
+    ]
+    measured = [job for job in jobs if f"{job.preset} {report.describe(job)}" not in run["not_measured"]]
+    assert len(jobs) == len(measured) + len(run["not_measured"])
+    wanted = [
+        (job.preset, part, job.shape.kv, job.shape.heads, job.shape.batch, job.shape.seqlen_q, job.shape.context)
+        for job in measured
+        if job.preset != "accuracy"
+        for part in (PARTS if job.preset == "step" else (job.label,))
+    ]
+    names = ("preset", "label", "kv", "heads", "batch", "seqlen_q", "context")
+    assert [tuple(row[n] for n in names) for row in run["rows"]] == wanted
+    sides = 1 + len(options.peers)
+    assert len(run["accuracy"]) == 2 * sides * sum(job.preset == "accuracy" for job in measured)  # two kinds of queries
+    if "host" in options.presets:
+        assert list(run["host"]["eager"]) == list(options.axes.kvs)
+
+
+# --- what is said of them ---
+
+
+def test_both_runs_are_shown_each_with_its_own_facts(figures: ModuleType) -> None:
+    text = figures.machine()
+    page = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    assert len(figures.runs()) == len(RUNS) and "one run" not in " ".join(page.split())
+    for name in RUNS:
+        run = load(name)
+        where = figures._from(name)
+        for part in (
+            name,
+            run["commit"],
+            f"{run['time'][11:16]} UTC",
+            f"{run['read_ceiling_bytes_per_s'] / 1e12:.3f} TB/s",
+        ):
+            assert part in text and part in where, part
+    assert text.count("the version of vllm was given by hand") == 2
+    assert figures._from(RUNS[0]) != figures._from(RUNS[1])
+
+
+def test_every_block_of_a_run_says_which(figures: ModuleType) -> None:
+    for block in ("headline", "verdicts", "tables", "host", "eager", "accuracy"):
+        text = figures.BLOCKS[block]()
+        for name in RUNS[: 2 if block in ("headline", "verdicts", "tables") else 1]:
+            run = load(name)
+            assert f"`{name}`" in text and run["commit"] in text and f"{run['time'][11:16]} UTC" in text, block
+        assert "benchmarks.md#the-runs" in text or "](#the-runs)" in text, block
+    for block, name in (("quantize", "h200-quantize.json"), ("selection", "h200-select.json")):
+        assert name in figures.BLOCKS[block]() and load(name)["commit"] in figures.BLOCKS[block]()
+    assert "`cpu.json`" in figures.cpu()
+
+
+def test_the_commands_are_the_runs_own(figures: ModuleType) -> None:
+    lines = [shlex.split(line) for line in figures.commands().splitlines() if line.startswith("python3 ")]
+    assert [line[-1] for line in lines] == [f"benchmarks/results/{name}" for name in (*RUNS, "accuracy-cpu.json")]
+    for name, line in zip((*RUNS, "accuracy-cpu.json"), lines, strict=True):
+        options = load(name)["options"]
+        parsed = parse(line[2:])
+        assert list(parsed.presets) == options["presets"] and parsed.commit == options["commit"]
+        assert list(parsed.axes.kvs) == options["axes"]["kvs"] and parsed.time_budget == options["time_budget"]
+
+
+def test_a_file_may_be_missing_but_no_preset_may_be_in_two(figures: ModuleType, copied: Path) -> None:
+    (copied / RUNS[1]).write_bytes((copied / RUNS[0]).read_bytes())
+    with pytest.raises(ValueError, match=r"preset grid is in both h200\.json and h200-step\.json"):
+        figures.tables()
+    (copied / RUNS[1]).unlink()
+    assert list(figures.runs()) == ["h200.json"] and "whole step" not in figures.headline()
+    assert figures.run_of("step") == "h200.json"
+
+
+def test_figures_are_made_of_finished_runs_alone(figures: ModuleType, copied: Path) -> None:
+    change(copied / RUNS[1], finished=True)
+    assert figures.verdicts()
+    change(copied / RUNS[1], finished=False)
+    with pytest.raises(ValueError, match=r"h200-step\.json was saved while its run went on"):
+        figures.verdicts()
+
+
+def test_a_side_that_fails_is_in_the_readme_and_among_the_verdicts(figures: ModuleType) -> None:
+    found = {
+        (name, row["preset"], label, side["status"], side["reason"])
+        for name in RUNS
+        for row in load(name)["rows"]
+        for label, side in row["sides"].items()
+        if side["status"] in ("wrong", "error")
+    }
+    assert found
+    texts = [" ".join(text.split()) for text in (figures.headline(), figures.verdicts())]
+    for _, preset, label, status, reason in found:
+        word = {"wrong": "is WRONG", "error": "FAILED"}[status]
+        for text in texts:
+            assert re.search(rf"{preset}: {label} {word} at \d+ of \d+ results: {re.escape(reason)}", text), label
+
+
+def test_bars_and_floors_name_their_bandwidths(figures: ModuleType) -> None:
+    pages = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "commands.md")
+    for page in pages:
+        assert "4.46 TB/s" in page.read_text(encoding="utf-8"), page.name
+    text = " ".join(figures.headline().split())
+    assert "of 4.46 TB/s" in text and "read ceiling (4.54 TB/s, as measured in this run)" in text
+    assert "which `floor` counts with; bars count with 4.46 TB/s" in " ".join(figures.machine().split())
+
+
+def test_host_time_is_the_files(figures: ModuleType) -> None:
+    times = [sides["ours"]["host_us"]["median"] for sides in load(RUNS[0])["host"]["eager"].values()]
+    assert f"takes {min(times):.1f} to {max(times):.1f} us of host time" in " ".join(figures.eager().split())
+
+
+# --- accuracy ---
+
+
+def test_accuracy_is_labelled_and_keeps_what_is_not_ok(figures: ModuleType) -> None:
+    rows = [line.strip("| ").split(" | ") for line in figures.accuracy().splitlines() if line.startswith("| ")][1:]
+    for where, name in (("CPU", "accuracy-cpu.json"), ("H200", RUNS[0])):
+        run = load(name)
+        mine = [row for row in rows if row[0] == where]
+        context = report.size(run["options"]["axes"]["context"])
+        batches = ", ".join(str(b) for b in dict.fromkeys(r["batch"] for r in run["accuracy"]))
+        assert {(row[1], row[2]) for row in mine} == {(context, batches)}
+        asked = {(r["side"].replace("ours", "msa_ops"), r["kv"], r["status"]) for r in run["accuracy"]}
+        assert {(row[3], row[4], "refused" if "refused" in row[5] else "ok") for row in mine} == asked
+
+
+def test_a_side_that_is_ok_at_some_batches_alone_has_two_rows(figures: ModuleType, copied: Path) -> None:
+    accuracy = load(RUNS[0])["accuracy"]
+    for row in accuracy:
+        if (row["side"], row["kv"], row["batch"]) == ("vllm", "fp8", 16):
+            row |= {"status": "wrong", "reason": "row error 0.5"}
+    change(copied / RUNS[0], accuracy=accuracy)
+    text = figures.accuracy()
+    assert "| H200 | 32K | 1, 256 | vllm | fp8 | 1." in text and "| H200 | 32K | 16 | vllm | fp8 | wrong [" in text
+    assert "] row error 0.5" in text
+
+
+# --- the scripts' results ---
+
+
+def test_rows_of_the_scripts_are_all_shown(figures: ModuleType) -> None:
+    text, run = figures.quantize(), load("h200-quantize.json")
+    for row in run["rows"]:
+        if "GB/s" in row:
+            assert f"| {row['name'].strip()} | {row['us']:.1f} | {row['GB/s']:,.0f} |" in text
+        elif "host_us" in row:
+            assert f"{row['us']:.2f} ({row['host_us']:.0f})" in text
+        else:
+            assert f"{row['name']}: {row['us']:.0f} us" in " ".join(text.split())
+    text, run = figures.selection(), load("h200-select.json")
+    chosen = [row for row in run["records"] if row["part"] == "select"]
+    assert sum(len(re.findall(r"\d+\.\d\d", line)) for line in text.splitlines() if line.startswith("| ")) == len(
+        chosen
+    )
+    assert text.count(" ✗ 3.0") == sum(row["goal"].startswith("OVER 3.0") for row in chosen) > 0
+
+
+def test_a_file_of_another_schema_is_refused(figures: ModuleType, copied: Path) -> None:
+    change(copied / "h200-select.json", schema_version=2)
+    with pytest.raises(ValueError, match="has schema version 2; this reads 1"):
+        figures.selection()
+
+
+# --- what is said of devices ---
+
+
+def test_what_the_readme_calls_compiled_is_compiled_by_the_tests() -> None:
+    """The spread of the attention kernel's compile tests has every capability of the table."""
+    pytest.importorskip("cuda.bindings")
+    test_cuda_compile = pytest.importorskip("test_cuda_compile", exc_type=ImportError)
+    assert {capability for capability, _ in test_cuda_compile.SPREAD} == set(SHARED_PER_BLOCK)
