@@ -9,6 +9,8 @@ import dataclasses
 import functools
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,7 @@ def examined(machine: Machine, numeric_test: doctor.NumericTest = all_pass) -> d
 
 
 def printed(report: doctor.Report, capsys: pytest.CaptureFixture[str]) -> str:
-    command.render(report, command.make_console(plain=True))
+    command.render(report, command.PlainPage())
     return capsys.readouterr().out
 
 
@@ -360,7 +362,134 @@ def test_a_file_in_the_caches_place_is_not_writable(tmp_path: Path, monkeypatch:
     assert not doctor.read_cache().writable
 
 
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize("path", [LONG, "y/" * 3000], ids=["a long name", "a long path"])
+def test_a_cache_folder_with_too_long_a_name_is_a_finding(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", str(tmp_path / path))
+    machine = doctor.probe()
+    assert machine.cache.error == "File name too long" and machine.unreadable == ()
+    assert not machine.cache.exists and not machine.cache.writable and machine.cache.files == 0
+    assert "Not all of the kernel cache can be read: File name too long" in doctor.notes(machine)
+    (lacking,) = doctor.missing(dataclasses.replace(WHOLE, cache=machine.cache))
+    assert "(File name too long)" in lacking.what
+
+
+def test_a_home_folder_that_may_not_be_read_is_a_finding(tmp_path: Path) -> None:
+    """In a process of its own, that gives up its rights where it has them."""
+    home = tmp_path / "home"
+    (home / ".cache" / "msa_ops").mkdir(parents=True)
+    code = (
+        "import os, json, dataclasses\n"
+        "from msa_ops import doctor\n"
+        "from msa_ops.engines.cuda import programs\n"
+        "programs.all_programs(), doctor.compiler.source_hash()\n"
+        f"os.chmod({str(home)!r}, 0)\n"
+        "os.geteuid() or os.seteuid(65534)\n"
+        "print(json.dumps(dataclasses.asdict(doctor.probe().cache)))\n"
+    )
+    places = {"HOME": str(home), "PYTHONPATH": str(Path(doctor.__file__).parents[1])}
+    environment = {n: v for n, v in os.environ.items() if n not in ("MSA_OPS_CACHE_DIR", "XDG_CACHE_HOME")} | places
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+    finally:
+        home.chmod(0o700)
+    assert done.returncode == 0, done.stderr
+    cache = json.loads(done.stdout)
+    assert (cache["error"], cache["exists"], cache["writable"]) == ("Permission denied", False, False)
+    assert cache["folder"] == "~/.cache/msa_ops"
+
+
+def test_a_kernel_that_goes_while_it_is_counted_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", str(tmp_path))
+    path = compiler.write_cached(plan.variants((9, 0))[0], "sm_90", b"cubin", (13, 0))
+    (path.parent / "gone.cubin").symlink_to(tmp_path / "nowhere")
+    (path.parent / "folder.cubin").mkdir()
+    cache = doctor.read_cache()
+    assert (cache.files, cache.bytes) == (1, path.stat().st_size) and cache.error == "No such file or directory"
+
+
+# --- reading what is broken ---
+
+
+def test_output_that_is_no_utf_8_is_shown_with_escapes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_bytes(b"#!/bin/sh\nprintf 'GPU 0: NVIDIA \\377\\351 (UUID: GPU-0)\\n'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", os.fsdecode(b"/\xff"))
+    machine = doctor.probe()
+    assert machine.system_gpus == ("NVIDIA \\xff\\xe9",) and machine.unreadable == ()
+    assert machine.environment["MSA_OPS_CACHE_DIR"].encode("ascii") == machine.cache.folder.encode("ascii")
+
+
+@pytest.mark.parametrize(
+    "name, field, empty, what",
+    [
+        ("_version", "msa_ops", None, "the version of msa-ops"),
+        ("_system_gpus", "system_gpus", (), "the GPUs that the system names"),
+        ("_gpus", "gpus", (), "the GPUs that torch sees"),
+        ("_driver", "driver", None, "the driver's version"),
+        ("_environment", "environment", {}, "the environment"),
+        ("read_cache", "cache", Cache(None, False, False, (), 0, 0, 0), "the kernel cache"),
+    ],
+)
+def test_a_reading_that_fails_is_named_and_the_others_stay(
+    name: str, field: str, empty: object, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise RuntimeError("in ruins")
+
+    monkeypatch.setattr(doctor, name, broken)
+    machine = doctor.probe()
+    assert getattr(machine, field) == empty and machine.torch == torch.__version__
+    assert machine.unreadable == (f"{what}: RuntimeError: in ruins",)
+    assert f"Could not be read: {what}: RuntimeError: in ruins" in doctor.notes(machine)
+
+
 # --- the command ---
+
+
+@pytest.mark.parametrize("arguments, code", [(("--json",), 0), (("--plain",), 0), ((), 1)])
+def test_without_rich_it_is_plain_or_says_what_is_missing(
+    arguments: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "examine", lambda progress: examined(WHOLE))
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    done = run(*arguments)
+    assert done.exit_code == code and isinstance(done.exception, SystemExit | None), done.output
+    if arguments == ("--json",):
+        assert json.loads(done.stdout)["exit_code"] == 0
+    elif arguments:
+        assert "All well: " in done.stdout
+    else:
+        assert "msa-ops doctor needs the package rich" in done.output
+
+
+def test_the_page_for_reading_says_what_the_plain_one_says(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = examined(dataclasses.replace(WHOLE, nvrtc=None, nvrtc_error="no library"))
+    plain = printed(report, capsys)
+    command.render(report, command.make_page("doctor", plain=False))
+    assert sorted(capsys.readouterr().out.split()) == sorted(plain.split())
+
+
+def test_a_plain_page_folds_what_is_too_wide(capsys: pytest.CaptureFixture[str]) -> None:
+    page = command.PlainPage()
+    page.pairs([("name", "word " * 60), ("other", "z" * 250)])
+    page.line("  " + "word " * 40)
+    page.line("y" * 150, whole=True)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.pop() == "y" * 150
+    assert max(map(len, lines)) <= 120 and all(line.startswith("  ") for line in lines)
+    assert "".join(lines).count("z") == 250 and "".join(lines).count("word") == 100
 
 
 def run(*arguments: str) -> Any:
@@ -373,7 +502,7 @@ KEYS = {
 MACHINE_KEYS = {
     "msa_ops", "kernel_source", "python", "platform", "torch", "torch_cuda", "threads", "system_gpus", "gpus", "driver",
     "driver_cuda", "cuda_bindings", "cuda_bindings_error", "nvrtc", "nvrtc_error", "nvrtc_architectures", "cache",
-    "environment",
+    "environment", "unreadable",
 }  # fmt: skip
 
 

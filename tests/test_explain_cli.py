@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ import typer.testing
 
 import msa_ops
 from cases import Spec, build
-from msa_ops.cli.explain import CallShape, explain_shape
+from msa_ops.cli.explain import CallShape, Target, expect, explain_shape
 from msa_ops.cli.main import build_app
 from msa_ops.contract import KVFormat
 from msa_ops.engines.cuda import plan
@@ -174,6 +175,7 @@ def test_between_two_rows_the_time_is_on_their_line() -> None:
         (shape(16, context=1 << 20), {"arch": "9.0"}, "measured at 32K keys a request alone"),
         (shape(48, context=8192), {"arch": "9.0"}, "measured at 32K keys a request alone"),
         (shape(16, force_fused=True), {"arch": "9.0"}, "not forced"),
+        (shape(16, force_fused=False), {"arch": "9.0"}, "not forced, and here force_fused=False forces one"),
         (shape(16), {"arch": "10.0"}, "on an NVIDIA H200 alone"),
         (shape(16), {"device": "cpu"}, "on an NVIDIA H200 alone"),
     ],
@@ -198,7 +200,55 @@ def test_another_context_than_the_tables_is_among_what_differs() -> None:
     assert "with context 32K instead of 1M" in text
 
 
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("MSA_OPS_COMBINE", "cluster"), ("MSA_OPS_COMBINE", "scratch"), ("MSA_OPS_COMBINE", "none"),
+        ("MSA_OPS_PLAN", "1,4,128,3,2,1,0"),
+    ],
+)  # fmt: skip
+def test_a_time_under_a_forced_plan_was_not_measured(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert explain_shape(shape(16), arch="9.0").expected.us is not None
+    monkeypatch.setenv(name, value)
+    for batch in (16, 48):  # a row, and between two
+        expected = explain_shape(shape(batch), arch="9.0").expected
+        assert expected.us is None and f"not forced, and here {name}={value} forces one" in expected.basis
+    both = explain_shape(shape(16, force_fused=True), arch="9.0").expected
+    assert f"here force_fused=True with {name}={value} forces one" in both.basis
+    done = run("--batch", "16", "--kv", "fp8", "--arch", "9.0", "--plain")
+    assert "expected time      none (the table holds plans" in done.stdout
+
+
+def test_a_part_of_the_tables_card_is_another_card() -> None:
+    """Some ways of sharing a GPU keep its name and give a process fewer multiprocessors."""
+    for multiprocessors, measured in ((132, True), (66, False)):
+        target = Target("cuda", TABLE["card"], "9.0", multiprocessors, "driver")
+        assert (expect(shape(16), target).us is not None) is measured
+    assert expect(shape(16), Target("cuda", "NVIDIA H100 80GB HBM3", "9.0", 132, "driver")).us is None
+
+
+def test_several_tokens_were_measured_selecting_apart() -> None:
+    assert "whose tokens select apart" in explain_shape(shape(16, seqlen_q=4), arch="9.0").expected.basis
+    assert "tokens" not in explain_shape(shape(16), arch="9.0").expected.basis
+
+
 # --- the command ---
+
+
+@pytest.mark.parametrize("arguments, code", [(("--json",), 0), (("--plain",), 0), ((), 1)])
+def test_without_rich_it_is_plain_or_says_what_is_missing(
+    arguments: tuple[str, ...], code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    done = run("--arch", "9.0", *arguments)
+    assert done.exit_code == code and isinstance(done.exception, SystemExit | None), done.output
+    if arguments == ("--json",):
+        assert json.loads(done.stdout)["plan"]["route"] == "cluster"
+    elif arguments:
+        assert "  route              cluster\n" in done.stdout
+    else:
+        assert "msa-ops explain needs the package rich" in done.output
 
 
 def test_the_text_holds_what_is_asked() -> None:

@@ -245,10 +245,7 @@ def _printable(text: str) -> str:
 def _environment() -> dict[str, str]:
     """Variables that change what this package does."""
     read = {n: v for n, v in sorted(os.environ.items()) if n.startswith("MSA_OPS_") or n in _REPORTED}
-    return {
-        _printable(name): _shortened(Path(value)) if os.path.isabs(value) else _printable(value)
-        for name, value in read.items()
-    }
+    return {_printable(n): _shortened(Path(v)) if os.path.isabs(v) else _printable(v) for n, v in read.items()}
 
 
 def _version(distribution: str) -> str | None:
@@ -279,9 +276,8 @@ def _command(*command: str) -> str:
     if shutil.which(command[0]) is None:
         return ""
     try:
-        return subprocess.run(
-            command, capture_output=True, encoding="utf-8", errors=_ESCAPED, timeout=20, check=True
-        ).stdout
+        done = subprocess.run(command, capture_output=True, timeout=20, check=True)
+        return done.stdout.decode("utf-8", _ESCAPED)
     except (OSError, subprocess.SubprocessError):
         return ""
 
@@ -370,9 +366,8 @@ def _cubins(folder: Path, errors: list[OSError]) -> tuple[list[int], int]:
     for version in _listed(folder, errors):
         ours = version.name == compiler.source_hash()
         seen = errors if ours else ignored
-        for path in (path for arch in _listed(version, seen) for path in _listed(arch, seen)):
-            if path.suffix != ".cubin":
-                continue
+        files = (path for arch in _listed(version, seen) for path in _listed(arch, seen))
+        for path in (path for path in files if path.suffix == ".cubin"):
             try:
                 status = path.stat()
             except OSError as error:
@@ -397,8 +392,8 @@ def _listed(folder: Path, errors: list[OSError]) -> list[Path]:
 
 def _can_be_written(folder: Path, errors: list[OSError]) -> bool:
     """Whether a folder, or the nearest that is there and would hold it, can be written."""
-    place = folder.absolute()
-    for place in (place, *place.parents):
+    whole = folder.absolute()
+    for place in (whole, *whole.parents):
         try:
             status = place.stat()
         except FileNotFoundError:
@@ -515,7 +510,7 @@ def notes(machine: Machine) -> list[str]:
     if machine.environment.get("MSA_OPS_CHECK") == "1":
         found.append("MSA_OPS_CHECK=1 makes every call read its lengths and tables first, which is slow.")
     if machine.cache.error:
-        found.append(f"The kernel cache cannot be used: {machine.cache.error}.")
+        found.append(f"Not all of the kernel cache can be read: {machine.cache.error}")
     found += [f"Could not be read: {what}" for what in machine.unreadable]
     return found
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
 from dataclasses import dataclass
 from functools import partial
 from importlib import resources
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -25,6 +26,9 @@ from ..engines.cuda.plan import (
     scratch_elements,
     typical_room,
 )
+
+if TYPE_CHECKING:
+    from .doctor import Page
 
 app = typer.Typer(add_completion=False)
 SCHEMA_VERSION = 1
@@ -164,9 +168,9 @@ def explain_command(
     if as_json:
         typer.echo(json.dumps(report.to_dict(), indent=2))
         return
-    from .doctor import make_console
+    from .doctor import make_page
 
-    render(report, make_console(plain))
+    render(report, make_page("explain", plain))
 
 
 # --- arguments ---------------------------------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def explain_shape(
     least, most = (shape.kv_bytes(blocks) for blocks in shape.blocks_read)
     rate, source = _bandwidth(target, bandwidth)
     floor = None if rate is None else (round(least / rate / 1e6, 2), round(most / rate / 1e6, 2))
-    return ShapeReport(shape, target, plan, (least, most), rate, source, floor, expect(shape, target, plan))
+    return ShapeReport(shape, target, plan, (least, most), rate, source, floor, expect(shape, target))
 
 
 def _plan_for_architecture(shape: CallShape, arch: str, multiprocessors: int) -> tuple[Target, PlanReport]:
@@ -322,9 +326,9 @@ def committed_table() -> dict[str, Any]:
 
 
 def _is_tables_card(target: Target) -> bool:
-    """Whether the table's card is meant: by its name, or for --arch by its capability and multiprocessors."""
-    if target.planned_from == "driver":
-        return bool(target.name == committed_table()["card"])
+    """Whether the table's card is meant, whole: by its name, or for --arch by its capability, and by its multiprocessors."""
+    if target.planned_from == "driver" and target.name != committed_table()["card"]:
+        return False
     return target.capability == "9.0" and target.multiprocessors == 132
 
 
@@ -338,10 +342,11 @@ def _bandwidth(target: Target, given: float | None) -> tuple[float | None, str]:
     return None, "unknown for this device: pass --bandwidth"
 
 
+_FORCING = ("MSA_OPS_COMBINE", "MSA_OPS_PLAN")
 _KEYS = ("kv", "num_qo_heads", "num_kv_heads", "topk", "seqlen_q", "context", "batch_size")
 
 
-def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
+def expect(shape: CallShape, target: Target) -> Expectation:
     """The time to expect by the committed table: a row of it, or between two rows that differ in their batch alone."""
     table = committed_table()
     rows = table["rows"]
@@ -357,14 +362,18 @@ def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
         return Expectation(None, f"the table was measured on an {table['card']} alone", nearest, differs)
     if shape.blocks_read[0] < shape.topk:
         return Expectation(None, f"context {shape.context} has fewer blocks than are selected", nearest, differs)
-    if shape.force_fused is not None or "MSA_OPS_" in plan.why:
-        return Expectation(None, "the table holds plans that were not forced", nearest, differs)
+    if forced := _forced_by(shape):
+        return Expectation(
+            None, f"the table holds plans that were not forced, and here {forced} forces one", nearest, differs
+        )
     contexts = sorted({row["context"] for row in rows})
     keys = f"{' and '.join(map(size, contexts))} keys a request"
     if shape.context is not None and shape.context not in contexts:
         return Expectation(None, f"the table was measured at {keys} alone", nearest, differs)
     if not differs:
         keys = f"{size(nearest['context'])} keys a request"
+        if shape.seqlen_q > 1:
+            keys += ", whose tokens select apart"
         basis = f"measured on an {table['card']} at {keys}, commit {table['commit']}"
         return Expectation(nearest["time_us"], basis, nearest, ())
     same = [key for key in wanted if key != "batch_size"]
@@ -380,6 +389,16 @@ def expect(shape: CallShape, target: Target, plan: PlanReport) -> Expectation:
     return Expectation(us, basis, nearest, differs)
 
 
+def _forced_by(shape: CallShape) -> str:
+    """What asks for another plan than the one that the planner chooses by itself; empty where nothing does.
+
+    The planner's reason does not tell: a forced cluster reads like one that was chosen.
+    """
+    hint = [] if shape.force_fused is None else [f"force_fused={shape.force_fused}"]
+    variables = [f"{name}={value}" for name in _FORCING if (value := os.environ.get(name))]
+    return " with ".join([*hint, *variables])
+
+
 def _distance(row: dict[str, Any], wanted: dict[str, Any]) -> tuple[bool, float]:
     """How far a row is from the call: another KV dtype counts most, then ratios of the sizes."""
     sizes = sum(abs(math.log(row[key] / value)) for key, value in wanted.items() if key != "kv")
@@ -393,29 +412,18 @@ def _words(key: str, value: Any) -> str:
 # --- printing ----------------------------------------------------------------------------------------------------------
 
 
-def render(report: ShapeReport, console: Any) -> None:
-    """Print the report on a rich console."""
-    from rich.table import Table
-    from rich.text import Text
-
+def render(report: ShapeReport, page: Page) -> None:
+    """Print the report."""
     s, t = report.shape, report.target
-    console.print(
-        Text(
-            f"{s.kv} KV, {s.num_qo_heads} query heads, {s.num_kv_heads} KV heads, batch {s.batch_size}, "
-            f"seqlen_q {s.seqlen_q}, top-k {s.topk}{'' if s.context is None else f', context {size(s.context)}'}",
-            style="bold",
-        )
+    page.line(
+        f"{s.kv} KV, {s.num_qo_heads} query heads, {s.num_kv_heads} KV heads, batch {s.batch_size}, "
+        f"seqlen_q {s.seqlen_q}, top-k {s.topk}{'' if s.context is None else f', context {size(s.context)}'}",
+        "bold",
     )
     where = t.name if t.multiprocessors is None else f"{t.name}, {t.multiprocessors} multiprocessors"
     if t.planned_from == "estimate":
         where += " (not asked: how many clusters fit is an estimate)"
-    rows = [("on", where), *_plan_rows(report), *_time_rows(report)]
-    table = Table(box=None, show_header=False, padding=(0, 2))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows:
-        table.add_row(name, value)
-    console.print(table)
+    page.pairs([("on", where), *_plan_rows(report), *_time_rows(report)])
 
 
 def _plan_rows(report: ShapeReport) -> list[tuple[str, str]]:
