@@ -6,7 +6,8 @@ matplotlib) belong inside the command, so that ``msa-ops --help`` is quick and w
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
+import os
 from typing import Any
 
 SUB_COMMANDS = {
@@ -21,6 +22,8 @@ SUB_COMMANDS = {
 
 def build_app() -> Any:
     """The typer application. Raises `ImportError` where typer is not installed."""
+    if importlib.util.find_spec("rich") is None:
+        os.environ.setdefault("TYPER_USE_RICH", "0")  # typer would fail at its first message
     import typer
     from typer.core import TyperGroup
 
