@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from .. import msa_sparse_decode_attention
-from ..contract import BLOCK_SIZE
+from ..contract import BLOCK_SIZE, HEAD_DIM
 from ..nvfp4 import (
     nvfp4_dequantize,
     nvfp4_planar_pages,
@@ -42,6 +42,7 @@ from ..nvfp4 import (
 )
 from . import environment
 from .cpu_report import HEADING, line
+from .report import check_destination
 
 BARS = {"bf16": 1.3, "fp16": 1.3, "fp8": 1.3, "nvfp4_tiled": 3.0, "nvfp4_planar": 3.0}
 """KV forms, and the ratio to the other side that each may have."""
@@ -64,12 +65,23 @@ class Shape:
     rounds: int
     id_sets: int = 4
 
+    @property
+    def cache_bytes(self) -> int:
+        """Of a bf16 cache, the largest."""
+        return self.batch * self.context * self.kv_heads * 2 * HEAD_DIM * 2
+
     def check(self) -> None:
         """Raise `ValueError`, naming the option, for what cannot be measured."""
         for name, least in (("threads", 1), ("batch", 1), ("kv_heads", 1), ("heads", 1), ("topk", 1), ("rounds", 2)):
             if getattr(self, name) < least:
                 option = name.replace("_", "-")
                 raise ValueError(f"--{option} must be at least {least}, got {getattr(self, name)}")
+        need, memory = self.cache_bytes, environment.memory_bytes()
+        if need > memory:
+            raise ValueError(
+                f"--batch, --heads and --context must make a cache that memory holds: it has {need / 2**30:.0f} GiB, the "
+                f"machine {memory / 2**30:.0f}"
+            )
         if self.heads % self.kv_heads:
             raise ValueError(f"--heads must be a multiple of the KV heads, got {self.heads} and {self.kv_heads}")
         if self.context % BLOCK_SIZE or self.topk > self.context // BLOCK_SIZE:
@@ -314,6 +326,7 @@ def main(argv: list[str] | None = None) -> int:
     given = vars(parser.parse_args(argv))
     forms, file, commit = given.pop("forms"), given.pop("json"), given.pop("commit")
     try:
+        check_destination("--json", file and str(file))
         report = measure(Shape(**given), forms, lambda text: print(text, flush=True), commit=commit)
     except ValueError as error:
         parser.error(str(error))

@@ -60,6 +60,14 @@ def free_bytes(device: torch.device) -> float:
         return math.inf
 
 
+def memory_bytes() -> float:
+    """Memory of the machine; infinite where the system does not say."""
+    try:
+        return float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        return math.inf
+
+
 def _version(distribution: str) -> str | None:
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(distribution)

@@ -83,6 +83,11 @@ def error_against_rounding(out: Tensor, exact: Tensor) -> dict[str, float]:
     """Errors as multiples of those of the exact result rounded once to out's dtype: root mean square and largest."""
     error, rounding = out.double() - exact, _round_once(exact, out.dtype).double() - exact
     return {
-        "rms": float(error.square().mean().sqrt() / rounding.square().mean().sqrt()),
-        "max": float(error.abs().max() / rounding.abs().max()),
+        "rms": _multiple(error.square().mean().sqrt(), rounding.square().mean().sqrt()),
+        "max": _multiple(error.abs().max(), rounding.abs().max()),
     }
+
+
+def _multiple(error: Tensor, rounding: Tensor) -> float:
+    """0 where a result that needs no rounding, as of one key, is met exactly."""
+    return 0.0 if float(error) == 0 else float(error / rounding)

@@ -102,6 +102,10 @@ class Call:
     out: Tensor
     unique_bytes: int
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What a side reads and may not change; the pool is too large to be compared."""
+        return self.q, self.q2k_indices, self.page_table, self.seqused_k
+
 
 def make_pool(kv: str, pages: int, num_kv_heads: int, generator: torch.Generator) -> Pool:
     """Fill a pool: normal values for bf16 and fp8, random codes and scales of 2^-3 to 2^-1 for NVFP4."""

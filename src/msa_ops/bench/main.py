@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,9 @@ from typing import Any
 from . import report
 from .options import Options, parse
 from .runner import Runner
+
+INTERRUPTED = 130
+"""Exit status after Ctrl-C, as a shell has it."""
 
 
 def measure(
@@ -42,10 +46,25 @@ def run(options: Options, say: Callable[[str], None] = print) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> int:
     """0 when all that was asked for was measured; 1 for a bad machine, or where this package is wrong or fails; 2 (from
-    the parser) for a bad command line; 3 when the time budget or a lost device left shapes unmeasured."""
+    the parser) for a bad command line or a file that cannot be written; 3 when the time budget or a lost device left
+    shapes unmeasured; 130 when it was interrupted, 141 when nobody reads its output any more: the files hold what was
+    measured until then."""
     options = parse(argv)
+    report.print_what_fits(sys.stdout)
+    try:
+        report.check_destination("--json", options.json)
+        report.check_destination("--markdown", options.markdown)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     try:
         result = run(options, lambda line: print(line, flush=True))
+    except KeyboardInterrupt:
+        print("interrupted: the files hold what was measured", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # so that the exit does not flush the pipe
+        return 141
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,8 @@ from .sizes import numbers, parse_sizes, size, split_heads
 
 _NVFP4 = tuple(kv for kv in KV_KINDS if kv.startswith("nvfp4"))
 DEFAULT_CONTEXT = 32768
+_LARGEST_TOPK = 2**24
+_LARGEST_BATCH = 2**20
 SMOKE_BATCHES = (1, 3)
 SMOKE_HEADS = ("4/2", "4/1")
 SMOKE_CONTEXTS = (512, 1024)
@@ -186,6 +188,10 @@ def _check_numbers(given: argparse.Namespace) -> None:
         if value is not None and value < bound:
             reason = " for a median worth reading" if name == "replays" and not given.smoke else ""
             raise ValueError(f"--{name} must be at least {bound}{reason}, got {value}")
+    if not -(2**63) <= given.seed < 2**64:
+        raise ValueError(f"--seed must be from -2^63 to 2^64 - 1, got {given.seed}")
+    if given.topk > _LARGEST_TOPK:
+        raise ValueError(f"--topk must be at most {_LARGEST_TOPK}, got {given.topk}")
     if given.time_budget is not None and not given.time_budget > 0:
         raise ValueError(f"--time-budget must be more than 0 seconds, got {given.time_budget:g}")
 
@@ -195,6 +201,8 @@ def _axes(given: argparse.Namespace, presets: tuple[str, ...]) -> Axes:
     heads = tuple(given.heads.split(",")) if given.heads else None
     for pair in heads or ():
         split_heads(pair)
+    if (batches := numbers("--batch", given.batch)) and max(batches) > _LARGEST_BATCH:
+        raise ValueError(f"--batch must be at most {_LARGEST_BATCH}, got {max(batches)}")
     contexts, tps = parse_sizes("--context", given.context), numbers("--tp", given.tp)
     if heads and presets == ("model",):
         raise ValueError("--heads is not for preset model, whose heads follow from --tp")
@@ -211,7 +219,7 @@ def _axes(given: argparse.Namespace, presets: tuple[str, ...]) -> Axes:
         _check_step(contexts, numbers("--seqlen-q", given.seqlen_q))
     return Axes(
         kvs=_kvs(given.kv),
-        batches=numbers("--batch", given.batch) or (SMOKE_BATCHES if smoke else None),
+        batches=batches or (SMOKE_BATCHES if smoke else None),
         heads=heads or (SMOKE_HEADS if smoke else None),
         seqlens_q=numbers("--seqlen-q", given.seqlen_q),
         context=contexts[0] if contexts else SMOKE_CONTEXTS[0] if smoke else DEFAULT_CONTEXT,

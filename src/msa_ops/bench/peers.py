@@ -108,7 +108,7 @@ def load_peers(names: tuple[str, ...]) -> list[Side | Absent]:
             raise ValueError(f"peers are {', '.join(PEERS)}, got {name!r}")
         try:
             found.append(makers[name]())
-        except Exception as error:  # an import of a foreign package may raise anything
+        except (Exception, SystemExit) as error:  # an import of a foreign package may raise anything
             found.append(Absent(name, f"{type(error).__name__}: {error}"))
     return found
 

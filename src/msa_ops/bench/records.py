@@ -6,13 +6,16 @@ Within one schema version fields are only added, so that a reader of an older re
 from __future__ import annotations
 
 import json
+import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import schema
 from .environment import SCHEMA_VERSION
-from .report import is_finished
+from .peers import PEERS
+from .report import is_finished, is_ours
 from .sizes import size
 
 _ROW_KEYS = ("preset", "label", "kv", "batch", "heads", "seqlen_q", "context", "topk", "overlap")
@@ -28,6 +31,8 @@ def load(path: pathlib.Path) -> dict[str, Any]:
         report = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path} cannot be read as JSON: it is nested too deeply") from None
     if not isinstance(report, dict) or report.get("kind", "bench") not in ("bench", "cpu"):
         raise ValueError(f"{path} is no report of msa-ops bench")
     if report.get("schema_version") != SCHEMA_VERSION:
@@ -41,9 +46,16 @@ def load(path: pathlib.Path) -> dict[str, Any]:
     if report.get("kind") == "cpu":
         good = _all_have(report.get("results"), ("form", "ours_ms", "sdpa_ms", "ratio"))
     else:
-        good = _all_have(report.get("rows"), _ROW_FIELDS) and {"host", "summary", "sides", "card"} <= report.keys()
+        good = (
+            _all_have(report.get("rows"), _ROW_FIELDS)
+            and {"host", "summary", "sides", "card", "accuracy", "absent", "read_ceiling_bytes_per_s"} <= report.keys()
+        )
     if not good:
         raise ValueError(f"{path} is no report of msa-ops bench: fields are missing")
+    try:
+        (schema.check_cpu if report.get("kind") == "cpu" else schema.check_bench)(report)
+    except ValueError as error:
+        raise ValueError(f"{path} is no report of msa-ops bench: {error}") from None
     return report
 
 
@@ -95,12 +107,16 @@ def select(report: dict[str, Any], **wanted: Sequence[Any] | None) -> dict[str, 
 def side_by_side(reports: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """One report of several: the first one's rows, with our times of the others as sides named as the keys are.
 
-    A shape that the first report lacks is left out and named in ``not_measured``.
+    A shape that the first report lacks is left out and named in ``not_measured``. A key that is called like a side, or
+    like what a picture draws, becomes ``run KEY``: runs and sides stay apart.
     """
     (name, first), *others = reports.items()
     rows = {row_key(row): {**row, "sides": dict(row["sides"])} for row in first["rows"]}
+    taken = {*_RESERVED, *(label for row in first["rows"] for label in row["sides"])}
     lost = []
-    for label, report in others:
+    for key, report in others:
+        label = _run_label(key, taken | (reports.keys() - {key}))
+        taken.add(label)
         for row in report["rows"]:
             mine = rows.get(row_key(row))
             if mine is None:
@@ -108,8 +124,19 @@ def side_by_side(reports: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
             elif row["best"] is not None:
                 mine["sides"][label] = row["sides"][row["best"]]
             else:
-                mine["sides"][label] = next(side for n, side in row["sides"].items() if n.startswith("ours"))
+                mine["sides"][label] = next(side for n, side in row["sides"].items() if is_ours(n))
     return {**first, "rows": list(rows.values()), "not_measured": lost}
+
+
+_RESERVED = frozenset({*PEERS, "floor", "bar"})
+
+
+def _run_label(key: str, taken: Set[str]) -> str:
+    """`key`, or ``run KEY`` where it would be read as a side; a picture's legend leaves out what begins with "_"."""
+    label = key
+    while label in taken or is_ours(label) or label.startswith("_"):
+        label = f"run {label}"
+    return label
 
 
 @dataclass(frozen=True)
@@ -124,8 +151,10 @@ class Change:
 
     @property
     def ratio(self) -> float:
-        """after / before; infinite where there is no time any more."""
-        return float("inf") if self.after is None else self.after / self.before
+        """after / before; infinite where there is no time any more, or none that is a number."""
+        if self.after is None or not math.isfinite(self.after):
+            return float("inf")
+        return self.after / self.before
 
 
 @dataclass(frozen=True)
@@ -138,6 +167,13 @@ class Difference:
     only_before: list[str] = field(default_factory=list)
     only_after: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+    no_longer_timed: list[str] = field(default_factory=list)
+    """Those of `only_before` that the first report has a time for."""
+
+    @property
+    def is_worse(self) -> bool:
+        """Whether anything is slower, or was timed and is not there any more."""
+        return bool(self.slower or self.no_longer_timed)
 
 
 def diff(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> Difference:
@@ -151,7 +187,7 @@ def diff(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> Dif
     old, new = quantities(before), quantities(after)
     changes = []
     for name, (value, unit, _) in old.items():
-        if name in new and value is not None:
+        if name in new and value is not None and math.isfinite(value):
             now, _, reason = new[name]
             changes.append(Change(name, value, now, unit, reason))
     if not changes:
@@ -160,7 +196,8 @@ def diff(before: dict[str, Any], after: dict[str, Any], tolerance: float) -> Dif
     faster = sorted((c for c in changes if c.ratio < 1 / (1 + tolerance)), key=lambda c: c.ratio)
     within = len(changes) - len(slower) - len(faster)
     gone, added = [n for n in old if n not in new], [n for n in new if n not in old]
-    return Difference(slower, faster, within, gone, added, _warnings(before, after))
+    no_longer = [n for n in gone if old[n][0] is not None]
+    return Difference(slower, faster, within, gone, added, _warnings(before, after), no_longer)
 
 
 def quantities(report: dict[str, Any]) -> dict[str, tuple[float | None, str, str]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import pathlib
 import textwrap
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from .presets import BY_CONTEXT, Job
 from .sizes import size
@@ -76,11 +77,32 @@ def host_words(side: dict[str, Any]) -> str:
 
 
 def write(report: dict[str, Any], json_file: str | None, markdown_file: str | None) -> None:
-    """Write the report to the given files, if any."""
+    """Write the report to the given files, if any; bytes of the command line that were no text come out as they were."""
     if json_file:
-        pathlib.Path(json_file).write_text(json.dumps(report, indent=1) + "\n")
+        pathlib.Path(json_file).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if markdown_file:
-        pathlib.Path(markdown_file).write_text(markdown(report))
+        pathlib.Path(markdown_file).write_text(markdown(report), encoding="utf-8", errors="surrogateescape")
+
+
+def check_destination(option: str, file: str | None) -> None:
+    """Raise `ValueError`, naming the option, where `file` cannot be written; what is there is left as it is."""
+    if file is None:
+        return
+    path = pathlib.Path(file)
+    new = not os.path.lexists(path)
+    try:
+        path.open("a").close()
+        if new:
+            path.unlink()
+    except (OSError, ValueError) as error:
+        words = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(f"{option} must be a file to write, in a folder that exists, got {file!r}: {words}") from None
+
+
+def print_what_fits(stream: TextIO) -> None:
+    """Print a question mark for a character that the stream's encoding lacks, instead of failing."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="replace")
 
 
 def is_ours(label: str) -> bool:

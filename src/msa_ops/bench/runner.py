@@ -34,6 +34,11 @@ class DeviceLost(RuntimeError):
     """The CUDA context is unusable after a fault; nothing more can be measured in this process."""
 
 
+def _bytes(tensor: Tensor) -> Tensor:
+    # A copy: a dimension of one element may have any stride, which a view of bytes refuses.
+    return tensor.clone(memory_format=torch.contiguous_format).view(torch.uint8)
+
+
 @dataclass(frozen=True)
 class Contestant:
     """A side on given calls; `label` names it in the row."""
@@ -115,6 +120,10 @@ class Runner:
         except DeviceLost as error:
             self.say(f"STOPPED: {error}")
             self.not_measured.append(f"everything after a fault: {error}")
+        except BaseException:  # an interrupt, or a reader of the output that is gone: what was measured is kept
+            if self.rows or self.accuracy or self.host:
+                self.checkpoint(self.report(finished=False))
+            raise
         return self.report()
 
     def _jobs(self, jobs: list[Job]) -> None:
@@ -251,7 +260,7 @@ class Runner:
         """
         try:
             timings = self.bench.time(ready, self.options.replays)
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._raise_if_lost(f"timing {', '.join(ready)}", error)
             reason = f"while {', '.join(ready)} were timed: {type(error).__name__}: {first_line(error)}"
             sides.update({label: {"status": "error", "reason": reason} for label in ready})
@@ -260,10 +269,32 @@ class Runner:
             sides[label]["time_us"] = timing.as_dict()
 
     def replayed(
-        self, label: str, side: Side, run: Callable[[Any], object], calls: Sequence[Any], poison: Callable[[], None]
+        self,
+        label: str,
+        side: Side,
+        run: Callable[[Any], object],
+        calls: Sequence[Any],
+        poison: Callable[[], None],
     ) -> Prepared | dict[str, Any]:
         """Capture `run` on `calls` in the side's environment, poison the results and replay once; or the status and the
-        reason where that cannot be done."""
+        reason where that cannot be done, or where it changed the inputs; these are put back."""
+        before = [(tensor, tensor.clone()) for call in calls for tensor in call.inputs()]
+        result = self._replayed(label, side, run, calls, poison)
+        changed = [(tensor, saved) for tensor, saved in before if not torch.equal(_bytes(tensor), _bytes(saved))]
+        for tensor, saved in changed:
+            tensor.copy_(saved)
+        if changed and not isinstance(result, dict):
+            return {"status": "wrong", "reason": "it changed its inputs"}
+        return result
+
+    def _replayed(
+        self,
+        label: str,
+        side: Side,
+        run: Callable[[Any], object],
+        calls: Sequence[Any],
+        poison: Callable[[], None],
+    ) -> Prepared | dict[str, Any]:
         try:
             with side.in_environment():
                 prepared = self.bench.prepare(run, calls)
@@ -272,7 +303,7 @@ class Runner:
             self.bench.synchronize()
         except Refused as refusal:
             return {"status": "refused", "reason": str(refusal)}
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._raise_if_lost(label, error)
             # Of what it says it can do this package may refuse nothing, but for what a sweep's variable forces on it.
             may_refuse = bool(side.environment) or not is_ours(side.name)
@@ -297,7 +328,7 @@ class Runner:
             return {"status": "wrong", "reason": f"row error {worst:.3g} over {WRONG_ABOVE}"}
         return Checked(prepared.replay, prepared.calls, worst)
 
-    def _raise_if_lost(self, label: str, error: Exception) -> None:
+    def _raise_if_lost(self, label: str, error: BaseException) -> None:
         """A kernel's fault leaves the CUDA context unusable: tell it from an error that does not."""
         if self.device.type != "cuda":
             return
@@ -382,7 +413,7 @@ class Runner:
         try:
             with side.in_environment():
                 return host.eager_cost(side, call, *((3, 2) if self.options.smoke else (21, 40)))
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             self._raise_if_lost(side.name, error)
             return {"status": "error", "reason": f"{type(error).__name__}: {first_line(error)}"}
 

@@ -70,6 +70,10 @@ class StepCall:
             ids_out=_ids(self.shape, device, ids_by_head),
         )
 
+    def inputs(self) -> tuple[Tensor, ...]:
+        """What a side reads and may not change; the caches are too large to be compared."""
+        return *self.call.inputs(), self.index_q, self.cu_seqlens_q, self.scores
+
     def poison(self) -> None:
         """Fill the results with what no side writes."""
         self.call.out.fill_(torch.nan)

@@ -122,7 +122,7 @@ def load_step_peers(sides: Sequence[Side]) -> list[StepSide | Absent]:
             continue
         try:
             found.append(makers[side.name](side))
-        except Exception as error:  # an import of a foreign package may raise anything
+        except (Exception, SystemExit) as error:  # an import of a foreign package may raise anything
             found.append(Absent(side.name, f"{type(error).__name__}: {error}"))
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from .report import (
     is_finished,
     key_columns,
     last_column,
+    print_what_fits,
     share_of,
     sharing,
     summary_lines,
@@ -32,6 +34,7 @@ Step = Callable[[int, int, str], None]
 
 def make_console() -> Console:
     """A console; where the output is no terminal it is wide, so that tables keep their columns."""
+    print_what_fits(sys.stdout)
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=max(console.width, 180))
 
@@ -178,4 +181,6 @@ def print_difference(found: Difference, tolerance: float, console: Console) -> N
             shown = "; ".join(names[:3]) + ("; ..." if len(names) > 3 else "")
             console.print(f"only in the {where} report: {len(names)} ({shown})", markup=False)
     counts = f"{len(found.slower)} slower, {len(found.faster)} faster, {found.within} within {100 * tolerance:g}%"
-    console.print(counts, style="bold red" if found.slower else "bold")
+    if found.no_longer_timed:
+        counts += f", {len(found.no_longer_timed)} no longer timed"
+    console.print(counts, style="bold red" if found.is_worse else "bold")

@@ -94,7 +94,7 @@ def _shape(fields: dict[str, Any]) -> Shape:
 
 
 def _run(side: Side, run: Callable[[Any], object], call: Call | StepCall) -> None:
-    with contextlib.suppress(Exception), side.in_environment():
+    with contextlib.suppress(Exception, SystemExit), side.in_environment():
         run(call)
         if torch.cuda.is_available():
             torch.cuda.synchronize()

@@ -229,12 +229,14 @@ def plot(
         if len(reports) > 1 and any(report.get("kind") == "cpu" for report in reports.values()):
             raise ValueError("reports of bench cpu are compared by msa-ops bench diff; plot draws one at a time")
         whole = records.side_by_side(reports) if len(reports) > 1 else next(iter(reports.values()))
-        words = {name: text and text.split(",") for name, text in (("preset", preset), ("kv", kv), ("heads", heads))}
+        words = {field: text and text.split(",") for field, text in (("preset", preset), ("kv", kv), ("heads", heads))}
         chosen = {**words, "seqlen_q": numbers("--seqlen-q", seqlen_q)}
         if whole.get("kind") != "cpu":
             whole = records.select(whole, **chosen)
         elif any(chosen.values()):
             raise ValueError("a report of bench cpu has no rows to choose from: leave the options out")
+        if name is not None and (name in ("", ".", "..") or set(name) & set("/\\\0")):
+            raise ValueError(f"--name must be the beginning of a file's name, without a folder, got {name!r}")
         prepare_folder("--out", out)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
@@ -267,7 +269,7 @@ def diff(
         raise typer.BadParameter(str(error)) from None
     terminal = _terminal()
     terminal.print_difference(found, tolerance, terminal.make_console())
-    if found.slower:
+    if found.is_worse:
         raise typer.Exit(1)
 
 
@@ -290,8 +292,12 @@ def _measure(name: str, preset: str, given: dict[str, Any]) -> None:
             result = main.measure(options, say, step)
     except RuntimeError as error:
         raise SystemExit(f"msa-ops bench {name}: {error}") from None
+    except KeyboardInterrupt:
+        console.print(f"interrupted: {out} holds what was measured", style="bold red", markup=False)
+        raise typer.Exit(main.INTERRUPTED) from None
     pictures = draw(result, out, name)
-    (out / f"{name}.md").write_text(report.markdown(result, pictures[::2]), encoding="utf-8")
+    page = report.markdown(result, pictures[::2])
+    (out / f"{name}.md").write_text(page, encoding="utf-8", errors="surrogateescape")
     terminal.print_report(result, console)
     _say_written(console, [out / f"{name}.json", out / f"{name}.md", *pictures])
     if status := main.exit_status(result, lambda line: console.print(line, style="bold red")):
