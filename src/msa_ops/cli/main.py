@@ -23,7 +23,8 @@ SUB_COMMANDS = {
 def build_app() -> Any:
     """The typer application. Raises `ImportError` where typer is not installed."""
     if importlib.util.find_spec("rich") is None:
-        os.environ.setdefault("TYPER_USE_RICH", "0")  # typer would fail at its first message
+        # typer would fail at its first message. Written for it, not read here: no variable of this package.
+        os.environ.update({"TYPER_USE_RICH": "0"} | {**os.environ})
     import typer
     from typer.core import TyperGroup
 
