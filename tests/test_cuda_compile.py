@@ -233,6 +233,18 @@ def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
     assert packed == flat
 
 
+def packed_places(packed: struct.Struct) -> list[tuple[int, int]]:
+    """Offset and length of each value of a format of numbers, as C aligns them."""
+    places, offset = [], 0
+    for count, code in re.findall(r"(\d*)([a-zA-Z])", packed.format):
+        length = struct.calcsize(code)
+        for _ in range(int(count or 1)):
+            offset = -(-offset // length) * length
+            places.append((offset, length))
+            offset += length
+    return places
+
+
 def test_the_compiler_agrees_on_the_size_of_the_struct() -> None:
     """The rules of C above are held against the compiler itself."""
     with pytest.MonkeyPatch.context() as patch:

@@ -187,6 +187,21 @@ def test_many_small_weights_beside_a_large_one_keep_their_share(kind: str, devic
     assert_like_oracle(q, k.to(dtype), v.to(dtype), device, force_fused=True)
 
 
+@pytest.mark.parametrize("kind", ["fp16", "fp8"])
+@pytest.mark.parametrize("steps", range(5))
+def test_scores_that_rise_where_float32_is_coarse(steps: int, kind: str, device: str) -> None:
+    """Scores of 2^26 in log2 units, where neighbours lie 8 apart: weights may not outgrow fp16 before the base is raised."""
+    q, k = torch.zeros(1, 1, 128), torch.zeros(512, 1, 128)
+    q[..., 0], q[..., 1] = 1.0, 2.0**-14
+    k[..., 0] = 1.0
+    k[128:, :, 1] = steps * 2.0**-9
+    dtype = torch.float16 if kind == "fp16" else FP8
+    v = torch.ones(512, 1, 128).to(dtype)
+    scale = 2.0**26 / math.log2(math.e)
+    out, lse = run(q.half(), k.to(dtype), v, device, softmax_scale=scale, force_fused=True)
+    assert torch.equal(out, torch.ones_like(out)) and bool(lse.isfinite().all())
+
+
 # --- values ---
 
 

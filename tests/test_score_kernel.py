@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import struct
 from typing import Any
 
@@ -16,7 +15,7 @@ from msa_ops.contract import FP8
 from msa_ops.engines.cuda import compile as compiler
 from msa_ops.engines.cuda import programs, score
 from msa_ops.selection import ScoreProblem
-from test_cuda_compile import QUARTERS, REGISTERS, c_layout, c_size, usages
+from test_cuda_compile import QUARTERS, REGISTERS, c_layout, c_size, packed_places, usages
 
 SOURCE = compiler.source(score.PROGRAMS[0].sources)
 # All formats of 9.0; elsewhere those that the registers or the conversions of that generation trouble most.
@@ -96,14 +95,7 @@ def test_every_value_lies_where_the_kernel_reads_it() -> None:
     flat = []
     for _, offset, length in fields:
         flat += [(offset + i, 4) for i in (0, 4, 8)] if length == 12 else [(offset, length)]
-    packed, offset = [], 0
-    for count, code in re.findall(r"(\d*)([a-zA-Z])", score._PARAMS.format):
-        length = struct.calcsize(code)
-        for _ in range(int(count or 1)):
-            offset = -(-offset // length) * length
-            packed.append((offset, length))
-            offset += length
-    assert packed == flat
+    assert packed_places(score._PARAMS) == flat
 
 
 def read(block: bytes, *names: str) -> list[int | float]:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import re
-import struct
 from collections.abc import Callable
 from importlib import resources
 
@@ -17,7 +15,7 @@ from msa_ops import msa_topk_select
 from msa_ops.engines.cuda import compile as compiler
 from msa_ops.engines.cuda import plan, programs, topk
 from msa_ops.selection import TokenExtents, select_blocks
-from test_cuda_compile import c_layout, usages
+from test_cuda_compile import c_layout, packed_places, usages
 from test_pitfalls_gpu import captured
 
 INF, NAN = math.inf, math.nan
@@ -56,14 +54,7 @@ def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
     flat = []
     for _, offset, length in fields:
         flat += [(offset + i, 4) for i in (0, 4, 8)] if length == 12 else [(offset, length)]
-    packed, offset = [], 0
-    for count, code in re.findall(r"(\d*)([a-zA-Z])", topk._PARAMS.format):
-        length = struct.calcsize(code)
-        for _ in range(int(count or 1)):
-            offset = -(-offset // length) * length
-            packed.append((offset, length))
-            offset += length
-    assert packed == flat
+    assert packed_places(topk._PARAMS) == flat
     with pytest.MonkeyPatch.context() as patch:
         checked = f'{source}\nstatic_assert(sizeof(TopkParams) == {size}, "size");'
         patch.setattr(compiler, "source", lambda _: checked)

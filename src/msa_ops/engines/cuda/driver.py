@@ -40,6 +40,15 @@ def load_library(program: compiler.Program, arch: str) -> Any:
     return check(d.cuLibraryLoadData(compiler.build(program, arch), [], [], 0, [], [], 0), f"loading {program.name}")
 
 
+def refuse_capture(program: compiler.Program) -> None:
+    """Raise `RuntimeError` inside a CUDA graph capture, which cannot load a program."""
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"the kernel {program.name} is not loaded yet, and a CUDA graph capture cannot load it: make one eager call, or "
+            "msa_ops.warmup(device), before capturing"
+        )
+
+
 def ensure_context() -> None:
     """Give a thread that has not used CUDA yet the context of torch's current device."""
     d = driver()

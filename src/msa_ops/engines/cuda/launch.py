@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ...contract import BLOCK_SIZE, FP8, SCALES_PER_ROW, DecodeProblem, KVFormat, KVLayout, ScaleLayout
 from . import compile as compiler
-from .driver import NO_CONTEXT, check, driver, ensure_context, launch_config, load_library
+from .driver import NO_CONTEXT, check, driver, ensure_context, launch_config, load_library, refuse_capture
 from .plan import (
     CLUSTER_SIZES,
     MAX_GRID,
@@ -169,11 +169,7 @@ def kernels_for(variant: Variant, device: int) -> Kernels:
     ready = state.ready.get((variant, device))
     if ready is not None:
         return ready
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernel {variant.name} is not loaded yet, and a CUDA graph capture cannot load it: make one eager call, or "
-            "msa_ops.warmup(device), before capturing"
-        )
+    refuse_capture(variant)
     with state.lock:
         facts = device_facts(device)
         arch = compiler.architecture(facts.capability)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import compile as compiler
-from .driver import check, driver, ensure_context, launch_config, load_library
+from .driver import check, driver, ensure_context, launch_config, load_library, refuse_capture
 from .plan import SYSTEM_SHARED
 
 
@@ -72,11 +72,7 @@ def functions(program: KernelProgram, device: int) -> dict[str, Any]:
     ready = state.functions.get((program, device))
     if ready is not None:
         return ready
-    if torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(
-            f"the kernel {program.name} is not loaded yet, and a CUDA graph capture cannot load it: make one eager call, or "
-            "msa_ops.warmup(device), before capturing"
-        )
+    refuse_capture(program)
     ensure_context()
     with state.lock:
         arch = compiler.architecture(torch.cuda.get_device_capability(device))

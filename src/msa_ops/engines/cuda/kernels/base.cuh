@@ -45,12 +45,6 @@ DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(
 
 DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 
-// Brings every line of the launch's arguments into the constant cache: met one by one, each costs a read from memory.
-template <typename T> DEVICE void touch(const T &arguments) {
-#pragma unroll
-  for (int i = 0; i < (int)sizeof(T) / 64; i++) asm volatile("" ::"r"(((const u32 *)&arguments)[i * 16]));
-}
-
 // Reads past the compiler: what the previous kernel wrote may not be asked for early.
 DEVICE int read_global(const int *at) {
   int x;

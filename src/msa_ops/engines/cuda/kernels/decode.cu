@@ -437,7 +437,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
   u8 *const value_scales = weights + GROUPS * 2 * WEIGHT_BYTES; // NVFP4
   float *const peers = (float *)(value_scales + GROUPS * WARPS * VALUE_SCALE_BYTES); // where partial results meet, if any do
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  touch(p);
   const u32 first = p.splits.quotient(blockIdx.x), stride = p.splits.quotient(gridDim.x); // in items
   const int rank = blockIdx.x - first * p.splits.value;
   if (warp == GROUPS * WARPS) {

@@ -50,7 +50,8 @@ struct Softmax {
   }
 
   DEVICE_MEMBER bool outgrown(const float (&largest)[2]) const {
-    return largest[0] > base[0] + (SLACK - BIAS) || largest[1] > base[1] + (SLACK - BIAS);
+    // By the difference, which is exact: where float32 is coarser than 1 a sum could round past what fp16 weights hold.
+    return largest[0] - base[0] > SLACK - BIAS || largest[1] - base[1] > SLACK - BIAS;
   }
 
   // Raises the bases to the block's largest scores and scales what was accumulated. `all` holds every warp's largest, [WARPS][ROWS].
@@ -76,7 +77,7 @@ struct Softmax {
       added[r] = 0.f;
 #pragma unroll
       for (int n = 0; n < KEY_TILES; n++) {
-        // Not fused: the largest score must give exactly 0 here, also where float32 is coarser than 1 (scores of 1e14).
+        // Not fused: the largest score must meet the base that was made of it, also where float32 is coarser than 1 (scores of 1e14).
         const float a = exp2_approx(__fmul_rn(s[n][2 * r], scale[r]) - from);
         const float b = exp2_approx(__fmul_rn(s[n][2 * r + 1], scale[r]) - from);
         added[r] += a + b;
