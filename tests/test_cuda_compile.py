@@ -253,12 +253,18 @@ def test_the_compiler_agrees_on_the_size_of_the_struct() -> None:
         compiler.compile_program(plan.variants((8, 0))[0], "sm_80")
 
 
-def test_the_table_of_value_scales_has_the_planned_room() -> None:
-    match = re.search(
-        r"VALUE_SCALE_PITCH = (\d+);\s.*VALUE_SCALE_BYTES = SCALED \? (\d+) \* VALUE_SCALE_PITCH",
-        compiler.source(plan.SOURCES),
-    )
-    assert match is not None and int(match[1]) * int(match[2]) == plan.VALUE_SCALE_BYTES
+@pytest.mark.parametrize("name", ["fp8-g1w4t128s3b2", *(v.name for v in plan.variants((9, 0)) if "nvfp4" in v.name)])
+def test_the_kernel_lays_shared_memory_out_as_planned(name: str) -> None:
+    variant = next(v for v in plan.variants((9, 0)) if v.name == name)
+    with pytest.MonkeyPatch.context() as patch:
+        planned = variant.dynamic_bytes(plan.Combine.CLUSTER)
+        check = (
+            "static_assert(RING_BYTES + GROUPS * (2 * WEIGHT_BYTES + OPERAND_BYTES + WARPS * VALUE_SCALE_BYTES + "
+            f'ROWS * HEAD_DIM * 4) == {planned}, "dynamic shared memory");'
+        )
+        checked = f"{compiler.source(plan.SOURCES)}\n{check}"
+        patch.setattr(compiler, "source", lambda _: checked)
+        compiler.compile_program(variant, "sm_80")
 
 
 def test_enumerations_agree_with_the_kernel() -> None:

@@ -93,11 +93,11 @@ def test_a_persistent_grid_is_resident_at_once(capability: tuple[int, int]) -> N
     facts = DeviceFacts.of_capability(capability)
     for s in shapes():
         p = planned(s, facts)
-        if p.variant == plan.dense_variant(s.kv_format, facts):
+        if p.variant in plan.dense_variants(s.kv_format, facts):
             assert p.combine is Combine.NONE and p.blocks == s.items, "one block an item, in turn"
         elif p.combine is Combine.NONE:
             assert p.blocks == min(s.items, slots(facts, p.variant))
-        per_block = p.variant.shared_bytes + p.variant.static_shared_bytes + plan.SYSTEM_SHARED
+        per_block = p.variant.dynamic_bytes(p.combine) + p.variant.static_shared_bytes + plan.SYSTEM_SHARED
         assert plan.blocks_per_multiprocessor(p.variant, facts) * per_block <= facts.shared_per_multiprocessor
 
 
@@ -310,10 +310,14 @@ def test_clusters_of_wide_blocks() -> None:
     assert plan.wide_in_clusters(shape(tokens=8), DeviceFacts.of_capability((10, 0))) is None
 
 
-def test_nvfp4_in_many_items_has_three_blocks_a_multiprocessor() -> None:
+def test_nvfp4_in_many_items_has_as_many_blocks_a_multiprocessor_as_they_fill() -> None:
     facts = DeviceFacts.of_capability((9, 0))
-    dense = plan.dense_variant(KVFormat.NVFP4, facts)
-    assert dense is not None and plan.blocks_per_multiprocessor(dense, facts) == 3
-    many, few = (planned(shape(KVFormat.NVFP4, tokens), facts) for tokens in (128, 64))
-    assert (many.variant, many.blocks) == (dense, 512) and few.variant != dense
-    assert planned(dataclasses.replace(shape(KVFormat.NVFP4, 128), force_fused=True), facts).variant != dense
+    three, four = plan.dense_variants(KVFormat.NVFP4, facts)
+    assert [plan.blocks_per_multiprocessor(v, facts) for v in (three, four)] == [3, 4]
+    for tokens, variant in ((99, three), (100, four), (128, four), (500, four)):  # 132 multiprocessors hold 396 and 528
+        many = planned(shape(KVFormat.NVFP4, tokens), facts)
+        assert (many.variant, many.combine, many.blocks) == (variant, Combine.NONE, 4 * tokens)
+    fused = planned(dataclasses.replace(shape(KVFormat.NVFP4, 128), force_fused=True), facts)
+    for p in (planned(shape(KVFormat.NVFP4, 66), facts), fused):
+        assert p.variant == plan.choose_variant(KVFormat.NVFP4, facts)
+    assert plan.dense_variants(KVFormat.FP8, facts) == []

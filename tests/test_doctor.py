@@ -150,12 +150,12 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
         for way in selftest.ways(route, facts):
             size = selftest._size(way, facts)
             tokens = len(size.lengths) * size.seqlen_q
-            special = {"wide": plan.wide_variant, "dense": plan.dense_variant}.get(way)
+            special = selftest._special(route, facts).get(way)
             forced = None if special else plan.Combine[way.upper()]
             shape = plan.Shape(route.kv, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
             taken = plan.plan_for(shape, facts, functools.partial(plan.typical_room, facts))
             assert taken.combine.name.lower() == ("none" if special else way)
-            want = special(route.kv, facts) if special else plan.choose_variant(route.kv, facts)
+            want = special or plan.choose_variant(route.kv, facts)
             assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
     assert tested == set(plan.variants_for(facts, tuple(KVFormat)))
@@ -226,7 +226,7 @@ def test_a_whole_gpu_machine_is_well() -> None:
     on_gpu = [route for route in report.routes if route.device == "cuda:0"]
     assert len(on_gpu) == len(selftest.routes())
     for route in on_gpu:
-        special = ["wide", "dense"] if route.kv == "nvfp4" else ["wide"]
+        special = ["wide", "dense-3", "dense-4"] if route.kv == "nvfp4" else ["wide"]
         assert route.engine == "cuda" and len(route.kernels) == 1 + len(special)
         assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
 

@@ -175,8 +175,8 @@ def test_an_attended_nan_is_nan_and_not_an_empty_token(kind: str, where: str, de
 
 @pytest.mark.parametrize("kind", ["fp16", "fp8"])
 def test_many_small_weights_beside_a_large_one_keep_their_share(kind: str, device: str) -> None:
-    """One key 2^25 times as heavy as each of 131,071: in fp16 their weights round to 0 unless they are taken larger. Its value is
-    0, because a matrix instruction aligns what it adds to the largest: beside it 2^-25 would be lost there."""
+    """One key 2^25 times as heavy as each of 131,071: in fp16 their weights round to 0 unless they are taken larger. Its
+    value is 0, because a matrix instruction aligns what it adds to the largest: beside it 2^-25 would be lost there."""
     keys = 1 << 17
     k = torch.zeros(keys, 1, 128)
     k[0, 0, 0] = 1.0

@@ -22,8 +22,6 @@ INF, NAN = math.inf, math.nan
 INT32_MAX = 2**31 - 1
 DEVICE = "cuda"
 MIXED = (9000, 130, 8500, 256, 9000, 300, 8192, 1)
-TWO_ROWS = ((8, 0), (9, 0), (10, 0), (10, 3))
-"""Multiprocessors of 2,048 threads: two rows of 1,024 each are at work on one at once. Others have 1,536."""
 CAPABILITIES = ((8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7), (11, 0), (12, 0), (12, 1))
 
 
@@ -42,9 +40,8 @@ def test_the_kernels_keep_to_their_registers_and_memory(capability: tuple[int, i
     for name, usage in kernels.items():
         assert usage.stack == usage.spill_stores == usage.spill_loads == 0, f"{name}: {usage}"
         assert usage.shared <= 48 << 10
-    for name in ("msa_topk_8192", "msa_topk_65536"):  # 1,024 threads
-        two = name == "msa_topk_8192" and capability in TWO_ROWS
-        assert kernels[name].registers <= (32 if two else 64), f"{1 + two} rows are not resident: {kernels[name]}"
+    for name, threads in topk._THREADS.items():  # two rows of 8,192 blocks are at work on a multiprocessor at once
+        assert kernels[name].registers * min(2 * threads, 1024) <= 65536, f"too few rows are resident: {kernels[name]}"
 
 
 def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
@@ -92,12 +89,24 @@ def test_values_lie_in_the_fields_of_their_names() -> None:
 @pytest.mark.parametrize(
     "blocks, entry",
     [
-        (0, "msa_topk_256"), (256, "msa_topk_256"), (257, "msa_topk_8192"), (1024, "msa_topk_8192"),
-        (8192, "msa_topk_8192"), (8193, "msa_topk_65536"), (65536, "msa_topk_65536"),
+        (0, "msa_topk_64"), (64, "msa_topk_64"), (65, "msa_topk_256"), (256, "msa_topk_256"), (257, "msa_topk_1024"),
+        (1024, "msa_topk_1024"), (1025, "msa_topk_8192"), (8192, "msa_topk_8192"), (8193, "msa_topk_65536"),
+        (65536, "msa_topk_65536"),
     ],
 )  # fmt: skip
 def test_the_smallest_kernel_that_holds_a_row_is_taken(blocks: int, entry: str) -> None:
     assert topk.entry_for(blocks) == entry
+    by_tokens = entry if blocks > 256 else entry.replace("topk", "topk_tokens")
+    assert topk.entry_for(blocks, True) == by_tokens
+
+
+def test_rows_are_read_together_where_tokens_lie_innermost() -> None:
+    score = torch.zeros(2, 40, 9)
+    assert topk.reads_by_tokens(score) and topk.reads_by_tokens(score[:, 3:, 1:])
+    assert not topk.reads_by_tokens(score[..., :7])  # fewer tokens than a sector
+    assert not topk.reads_by_tokens(torch.zeros(2, 9, 40).transpose(1, 2))
+    assert not topk.reads_by_tokens(torch.zeros(2, 40, 18)[..., ::2])
+    assert not topk.reads_by_tokens(torch.zeros(2, 1, 9).expand(2, 40, 9))
 
 
 def test_the_program_is_listed() -> None:
@@ -145,9 +154,11 @@ def assert_same_ids(
         extent = TokenExtents(to_gpu(extent.lengths), extent.seqlen_q, extent.causal, offset)
     elif isinstance(extent, Tensor):
         extent = to_gpu(extent)
-    before = topk.calls[topk.entry_for(blocks)]
-    select_blocks(to_gpu(score), topk_, extent, got, begin, end)
-    assert topk.calls[topk.entry_for(blocks)] == before + 1, "the kernel was not taken"
+    score = to_gpu(score)
+    entry = topk.entry_for(blocks, topk.reads_by_tokens(score))
+    before = topk.calls[entry]
+    select_blocks(score, topk_, extent, got, begin, end)
+    assert topk.calls[entry] == before + 1, "the kernel was not taken"
     wrong = (got.cpu() != want).any(-1).nonzero().tolist()
     assert not wrong, f"row {wrong[0]}: {got[tuple(wrong[0])].tolist()} instead of {want[tuple(wrong[0])].tolist()}"
     return got
@@ -167,6 +178,7 @@ def test_every_length_of_row(kind: str) -> None:
         33,
         63,
         64,
+        65,
         200,
         255,
         256,
@@ -185,6 +197,31 @@ def test_every_length_of_row(kind: str) -> None:
         for topk_ in (1, 16, 33, 128):
             assert_same_ids(score, topk_)
         assert_same_ids(score, 16, None, 1, 1)
+        if 0 < blocks <= 300:  # thread blocks of eight tokens, the last not full, one of two heads
+            assert_same_ids(KINDS[kind](generator, (3, blocks, 11)), 16, None, 0, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "blocks, equal",
+    [
+        (blocks, equal)
+        for blocks in (64, 256, 1024, 8192, 20_000)
+        for equal in (14, 16, 31, 32, 33, 64, 127, 128, 129, 500)
+    ],
+)
+def test_as_many_equal_scores_at_the_border_as_are_listed_and_more(blocks: int, equal: int) -> None:
+    """Both sides of what is ranked by counting and what is searched; equal ones neighbours, spread, and all in one group."""
+    score = torch.randn(1, blocks, 9, generator=torch.Generator().manual_seed(14)) - 9
+    if equal <= blocks:
+        score[:, :equal, 0] = 1.0
+        score[:, torch.randperm(blocks, generator=torch.Generator().manual_seed(15))[:equal], 1] = 1.0
+        score[:, ::32, 2] = torch.arange(score[:, ::32].shape[1]) * 1.0
+        score[:, 3::32, 3] = 2.0
+        score[:, -equal:, 4] = INF
+    for topk_ in (1, 15, 16, 31, 32, 33):
+        assert_same_ids(score, topk_)
+        assert_same_ids(score[..., :2], topk_, None, 2, 1)
 
 
 @pytest.mark.gpu

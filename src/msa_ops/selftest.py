@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .contract import _KV_FORMAT, _KV_FORMATS_OF_Q, _OUT_DTYPE, BLOCK_SIZE, HEAD_DIM, KVFormat, KVLayout, ScaleLayout
-from .engines.cuda.plan import DeviceFacts, Variant, choose_variant, dense_variant, wide_variant
+from .engines.cuda.plan import DeviceFacts, Variant, choose_variant, dense_variants, wide_variant
 
 ROW_TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Largest ``norm(out - exact) / norm(exact)`` of an output row, by output dtype: one rounding of the weights and one of the
@@ -106,7 +106,7 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
 
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """The ways in which a device can serve a route, each to be tested: how the blocks of an item meet, and on some GPUs
-    the kernels for one whole item a multiprocessor (``wide``) and for many (``dense``)."""
+    the kernels for one whole item a multiprocessor (``wide``) and for more than two (``dense-3``, ``dense-4``)."""
     if facts is None:
         return ("segments",)
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
@@ -115,8 +115,9 @@ def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
 
 def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
     """The kernels beside the usual one, by the way that takes them."""
-    found = {"wide": wide_variant(route.kv, facts), "dense": dense_variant(route.kv, facts)}
-    return {way: variant for way, variant in found.items() if variant is not None}
+    wide = wide_variant(route.kv, facts)
+    found = {} if wide is None else {"wide": wide}
+    return found | {f"dense-{v.min_blocks}": v for v in dense_variants(route.kv, facts)}
 
 
 # --- the problems ------------------------------------------------------------------------------------------------------
@@ -136,10 +137,10 @@ _SMALL = _Size((300, 70), 2, 2, 3)
 
 
 def _size(way: str, facts: DeviceFacts | None) -> _Size:
-    requests = {"wide": 1, "dense": 3}.get(way)  # a multiprocessor
-    if requests is None:
+    if way != "wide" and not way.startswith("dense-"):
         return _SMALL
     assert facts is not None
+    requests = int(way.partition("-")[2] or 1)  # a multiprocessor
     return _Size(tuple(1 + 7 * b % 40 for b in range(requests * facts.multiprocessors)), 1, 1, 16)
 
 

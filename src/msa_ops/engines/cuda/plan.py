@@ -81,13 +81,15 @@ class Variant:
         return 1024 if self.groups == 1 else 2048
 
     def dynamic_bytes(self, combine: Combine) -> int:
-        """Dynamic shared memory: the copy ring, each group's two buffers of weights, NVFP4's widened scales of V, and where
+        """Dynamic shared memory: the copy ring, each group's two buffers of weights, the query (NVFP4, four blocks), NVFP4's
+        scales of V where they are put in order, and where
         partial results meet."""
         scaled = self.kv_format is KVFormat.NVFP4
         stage = self.tile * (ROW_BYTES[self.kv_format] + scaled * SCALES_PER_ROW) * 2
-        value_scales = scaled * self.warps * VALUE_SCALE_BYTES
+        value_scales = scaled * self.tile * SCALES_PER_ROW
+        query = ROW_TILE * HEAD_DIM * 2 if scaled and self.min_blocks >= 4 else 0  # product.cuh, QUERY_STAYS
         meeting = ROW_TILE * HEAD_DIM * 4 if combine is Combine.CLUSTER or self.groups > 1 else 0
-        return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + value_scales + meeting)
+        return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + query + value_scales + meeting)
 
     @property
     def shared_bytes(self) -> int:
@@ -95,8 +97,6 @@ class Variant:
         return self.dynamic_bytes(Combine.CLUSTER)
 
 
-VALUE_SCALE_BYTES = 640
-"""Of a warp's table of widened scales of V (product.cuh)."""
 ROW_BYTES = {KVFormat.BF16: 256, KVFormat.FP16: 256, KVFormat.FP8: 128, KVFormat.NVFP4: 64}
 
 
@@ -191,8 +191,10 @@ _CONFIGS = ((1, 4, 3, 2), (1, 4, 2, 2), (1, 4, 2, 1))
 _NVFP4_CONFIGS = ((1, 4, 3, 2), (1, 4, 4, 1), (1, 4, 2, 1))
 _WIDE_CONFIG = (2, 4, 5, 1)
 """One block a multiprocessor, where two groups of warps share the ring."""
-_DENSE_CONFIG = (1, 4, 3, 3)
-"""NVFP4 in many items: widening keeps the warps busy, and a third block hides more of it."""
+_DENSE_CONFIGS = ((1, 4, 3, 3), (1, 4, 2, 4))
+"""NVFP4 in many items: widening keeps the warps busy, and more blocks hide more of it. The fewest blocks a multiprocessor that
+hold all items at once, or the most: the hardware would pile more on some multiprocessors than on others. They serve whole
+items alone."""
 _WIDE_ITEMS = 8
 """Items from which on a cluster of such blocks is the faster one."""
 
@@ -217,12 +219,22 @@ def wide_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
     return variant if facts.capability == (9, 0) and _fits(variant, facts) else None
 
 
-def dense_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
-    """The variant for more items than two blocks a multiprocessor, or None where the usual one is as good or nothing was
-    measured."""
-    groups, warps, stages, blocks = _DENSE_CONFIG
-    variant = Variant(kv_format, groups, warps, _TILE[kv_format], stages, blocks)
-    return variant if kv_format is KVFormat.NVFP4 and facts.capability == (9, 0) else None
+def dense_variants(kv_format: KVFormat, facts: DeviceFacts) -> list[Variant]:
+    """The variants for more items than two blocks a multiprocessor, ascending; none where the usual one is as good or
+    nothing was measured."""
+    if kv_format is not KVFormat.NVFP4 or facts.capability != (9, 0):
+        return []
+    return [
+        Variant(kv_format, groups, warps, _TILE[kv_format], stages, blocks)
+        for groups, warps, stages, blocks in _DENSE_CONFIGS
+    ]
+
+
+def _dense_variant(shape: Shape, facts: DeviceFacts) -> Variant | None:
+    """The one of them for a call that has so many items."""
+    found = dense_variants(shape.kv_format, facts)
+    roomy = [v for v in found if shape.items <= facts.multiprocessors * blocks_per_multiprocessor(v, facts)]
+    return next(iter(roomy), found[-1] if found else None)
 
 
 def _fits(variant: Variant, facts: DeviceFacts) -> bool:
@@ -231,7 +243,8 @@ def _fits(variant: Variant, facts: DeviceFacts) -> bool:
 
 def blocks_per_multiprocessor(variant: Variant, facts: DeviceFacts) -> int:
     """Blocks of this variant that one multiprocessor holds at once."""
-    per_block = variant.shared_bytes + variant.static_shared_bytes + SYSTEM_SHARED
+    dynamic = variant.dynamic_bytes(Combine.NONE) if variant.min_blocks > 2 else variant.shared_bytes
+    per_block = dynamic + variant.static_shared_bytes + SYSTEM_SHARED
     return max(1, min(variant.min_blocks, facts.shared_per_multiprocessor // per_block))
 
 
@@ -272,9 +285,9 @@ def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom, wide_room: Cl
     wide = wide_variant(shape.kv_format, facts)
     if wide is not None and half < shape.items <= facts.multiprocessors and shape.force_fused is None:
         return LaunchPlan(wide, combine, 1, shape.items, f"{why}; one item a multiprocessor, two groups")
-    dense = dense_variant(shape.kv_format, facts)
+    dense = _dense_variant(shape, facts)
     if dense is not None and shape.items > slots and shape.force_fused is None:
-        return LaunchPlan(dense, combine, 1, shape.items, f"{why}; three blocks a multiprocessor")
+        return LaunchPlan(dense, combine, 1, shape.items, f"{why}; {dense.min_blocks} blocks a multiprocessor")
     return LaunchPlan(variant, combine, 1, min(shape.items, slots), why)
 
 
@@ -358,5 +371,6 @@ def variants_for(facts: DeviceFacts, formats: Sequence[KVFormat]) -> list[Varian
     found: list[Variant] = []
     for kv_format in formats:
         found.append(choose_variant(kv_format, facts))
-        found += [v for v in (wide_variant(kv_format, facts), dense_variant(kv_format, facts)) if v is not None]
+        wide = wide_variant(kv_format, facts)
+        found += [*([] if wide is None else [wide]), *dense_variants(kv_format, facts)]
     return found

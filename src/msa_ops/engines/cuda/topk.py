@@ -16,19 +16,31 @@ from .plan import MAX_GRID
 if TYPE_CHECKING:
     from ...selection import Extent
 
-PROGRAM = programs.KernelProgram("topk", ("topk.cu",), ("msa_topk_256", "msa_topk_8192", "msa_topk_65536"))
+_THREADS = {
+    "msa_topk_tokens_64": 256, "msa_topk_tokens_256": 256, "msa_topk_64": 128, "msa_topk_256": 128,
+    "msa_topk_1024": 256, "msa_topk_8192": 512, "msa_topk_65536": 1024,
+}  # fmt: skip
+"""Threads of a block, by entry point. A name ends in the blocks of the longest row."""
+PROGRAM = programs.KernelProgram("topk", ("topk.cu",), tuple(_THREADS))
 _PARAMS = struct.Struct("4Q7q6I10i")  # struct TopkParams of kernels/topk.cu
 _WARP_BLOCKS = 256  # blocks of the longest row that a warp selects from
-_BLOCK_THREADS = 1024
-_FEW_ROWS = 1024  # so many warps find a multiprocessor with room in blocks of one
+_SECTOR = 8  # scores
 
 calls: Counter[str] = Counter()
 """Launches, by entry point."""
 
 
-def entry_for(blocks: int) -> str:
-    """The smallest kernel whose rows hold as many blocks."""
-    return next(e for e in PROGRAM.entries if blocks <= int(e.rpartition("_")[2]))
+def entry_for(blocks: int, by_tokens: bool = False) -> str:
+    """The smallest kernel whose rows hold as many blocks. `by_tokens`: see `reads_by_tokens`."""
+    for entry in PROGRAM.entries:
+        if blocks <= int(entry.rpartition("_")[2]) and ("tokens" in entry) <= by_tokens:
+            return entry
+    raise ValueError(f"no kernel selects from {blocks} blocks")
+
+
+def reads_by_tokens(max_score: Tensor) -> bool:
+    """Whether a sector of memory holds the same block's scores for neighbouring tokens: its rows are then read together."""
+    return max_score.stride(2) == 1 and max_score.stride(1) >= _SECTOR and max_score.shape[2] >= _SECTOR
 
 
 def run(max_score: Tensor, topk: int, extent: Extent, output: Tensor, begin: int, end: int) -> None:
@@ -51,14 +63,11 @@ def _run(max_score: Tensor, topk: int, extent: Extent, output: Tensor, begin: in
     rows = heads * tokens
     if rows > MAX_GRID:
         raise ValueError(f"max_score has {rows} (token, head) rows: more than one launch can serve ({MAX_GRID})")
-    entry = entry_for(blocks)
+    entry = entry_for(blocks, reads_by_tokens(max_score))
     function = programs.functions(PROGRAM, index)[entry]
     params = pack(max_score, topk, extent, output, begin, end)
-    if blocks > _WARP_BLOCKS:
-        grid, threads = rows, _BLOCK_THREADS
-    else:
-        warps = 1 if rows <= _FEW_ROWS else 4
-        grid, threads = -(-rows // warps), 32 * warps
+    threads = _THREADS[entry]
+    grid = -(-rows // (threads // 32)) if blocks <= _WARP_BLOCKS else rows
     programs.launch(function, params, grid, threads, device=index)
     calls[entry] += 1
 

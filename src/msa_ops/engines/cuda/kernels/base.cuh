@@ -44,6 +44,22 @@ constexpr bool PRODUCT_BF16 = KV_FORMAT == KV_BF16; // operand type of the produ
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
+[[maybe_unused]] DEVICE void store_shared(u32 address, u32 x, u32 y) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
+}
+[[maybe_unused]] DEVICE u32 load_shared(u32 address) {
+  u32 x;
+  asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
+  return x;
+}
+[[maybe_unused]] DEVICE void load_shared(u32 address, u32 &x, u32 &y) {
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
+}
+[[maybe_unused]] DEVICE u32 load_shared_half(u32 address) {
+  u16 x;
+  asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
+  return x;
+}
 
 // Reads past the compiler: what the previous kernel wrote may not be asked for early.
 DEVICE int read_global(const int *at) {
@@ -54,6 +70,14 @@ DEVICE int read_global(const int *at) {
 
 // Has a pointer computed by here, not where it is first used.
 template <typename T> DEVICE void keep(T *&x) { asm volatile("" : "+l"(x)); }
+// Has a register kept: through a shuffle with itself nothing can be computed anew. The whole warp calls it.
+[[maybe_unused]] DEVICE void keep(u32 &x, int lane) { x = __shfl_sync(~0u, x, lane); }
+// The four bytes of a and b that `selector` names.
+[[maybe_unused]] DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
 
 // The previous kernel on the stream has finished and its writes are visible; no global read may come before this.
 DEVICE void wait_for_previous_kernel() {

@@ -26,6 +26,8 @@ static_assert(GROUPS < STAGES, "a group holds a tile while it waits for its next
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
 
+constexpr int OPERAND_BYTES = QUERY_STAYS ? QUERY_BYTES : 0; // the query operand, where it stays in shared memory
+
 struct RowTotals {
   float base[2], sum[2];
 };
@@ -277,14 +279,8 @@ DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u
   const int splits = p.splits.value;
   const u64 policy = l2_evict_first();
   auto copy = [&](const TileSource &tile, int head) {
-    if (unused > 0) {
-      unused--;
-    } else {
-      // One lane waits for all: a lane that lagged by two rounds would see the parity it waits for pass by.
-      if (lane == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1);
-      __syncwarp();
-    }
-    copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, policy, lane);
+    copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, at.parity, unused == 0, policy, lane);
+    unused = max(unused - 1, 0);
     at.advance(1);
   };
   for (u32 index = first; index < p.items; index += stride) {
@@ -321,20 +317,24 @@ DEVICE TileInfo next_tile(Ring &ring, const RingPosition<STAGES> &at) {
   return ring.info[at.slot];
 }
 
-DEVICE void release_tile(Ring &ring, const RingPosition<STAGES> &at, int lane) {
+DEVICE void release(Barrier *empty, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(&ring.empty[at.slot]);
+  if (lane == 0) barrier_arrive(empty);
 }
 
 // A computing group's part.
-DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weights, float *peers, u8 *value_scales, u32 first,
+DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *weights, float *peers, u8 *value_scales, u32 first,
                           u32 stride, int rank, int group, int warp, int lane) {
-  RingPosition<STAGES> at;
-  at.advance(group);
-  weights += group * 2 * WEIGHT_BYTES;
-  value_scales += (group * WARPS + warp) * VALUE_SCALE_BYTES;
+  RingPosition<STAGES> next;
+  next.advance(group);
+  weights += group * (2 * WEIGHT_BYTES + OPERAND_BYTES);
+  value_scales += group * WARPS * VALUE_SCALE_BYTES;
+  // As an offset that is kept, or its base is computed anew at every use.
+  u32 at_shared = shared_address(&shared_here), table = shared_address(value_scales);
+  if (SCALED) keep(at_shared, lane);
+  Shared &shared = *(Shared *)__cvta_shared_to_generic(at_shared);
   GroupShared &mine = shared.group[group];
-  const LaneOffsets offsets(p, warp, lane);
+  const LaneAddresses first_at(p, shared_address(stages), shared_address(weights), warp, lane);
   u32 turn = 0;
   for (u32 index = first; index < p.items; index += stride) {
     const Item item(p, index);
@@ -347,46 +347,53 @@ DEVICE void compute_items(const Params &p, Shared &shared, u8 *stages, u8 *weigh
     QueryRows rows = {};
     rows.load(p, item, warp * 32 + lane);
     const float scale = p.softmax_scale * (p.k_global ? *p.k_global : 1.f);
-    // The operand takes the place of the weights that the first tile does not write.
-    u8 *const operand = weights + (WEIGHT_BYTES >= QUERY_BYTES ? (turn ^ 1) * WEIGHT_BYTES : 0);
+    // Unless it stays, the operand takes the place of the weights that the first tile does not write.
+    u8 *const operand = weights + (QUERY_STAYS ? 2 * WEIGHT_BYTES : WEIGHT_BYTES >= QUERY_BYTES ? (turn ^ 1) * WEIGHT_BYTES : 0);
     rows.store(p, operand, mine.row_scale, scale, warp * 32 + lane);
     group_sync(group);
     u32 q[8][4];
-    load_query_fragments(shared_address(operand), lane, q);
+    if (!QUERY_STAYS) load_query_fragments(shared_address(operand), lane, q);
     if (WEIGHT_BYTES < QUERY_BYTES) group_sync(group);
     Softmax softmax;
     softmax.reset(mine.row_scale, lane);
     Output o = {};
     bool held = false, last = false; // a tile whose weights are written and whose output is not taken; it is the item's last
     // The scores of the next tile are taken before the output of the one held: two independent chains of products at a time.
+    RingPosition<STAGES> at; // of the tile that is held
     while (true) {
-      RingPosition<STAGES> next = at;
-      if (held) next.advance(GROUPS);
       TileInfo info = {0, 0, 1};
-      u8 *const stage = stages + next.slot * STAGE_BYTES;
       Scores s;
       if (!last) {
         info = next_tile(shared.ring, next);
-        if (info.lo < info.hi)
-          score_tile(shared_address(stage) + offsets.k, stage + 2 * SIDE_BYTES, offsets, q, lane, s);
+        if (info.lo < info.hi) {
+          score_tile(p, first_at, next.slot * STAGE_BYTES, q, s);
+          if (EARLY_K) release(&shared.ring.k_empty[next.slot], lane);
+        }
       }
       if (held) {
-        u8 *const v = stages + at.slot * STAGE_BYTES + SIDE_BYTES;
+        const u32 stage = at.slot * STAGE_BYTES;
         barrier_wait(&shared.ring.v_full[at.slot], at.parity);
-        if constexpr (SCALED) widen_value_scales(p, v + SIDE_BYTES + SCALE_BYTES, value_scales, warp, lane);
-        output_tile(shared_address(v) + offsets.v, shared_address(weights) + turn * WEIGHT_BYTES + offsets.read, value_scales, lane, o);
+        u32 scales = first_at.v_scale + stage;
+        if (SCALED && p.scale_layout != SCALES_PLANAR) { // the table takes the place of the first stage's
+          const u32 from = shared_address(stages) + 2 * SIDE_BYTES + SCALE_BYTES;
+          arrange_value_scales(p, from + stage, table, warp, lane);
+          scales = first_at.v_scale - from + table;
+        }
+        output_tile(first_at.v + stage, first_at.read + turn * WEIGHT_BYTES, scales, o);
         turn ^= 1;
-        release_tile(shared.ring, at, lane);
-        at = next;
+        release(&shared.ring.empty[at.slot], lane);
       }
       if (info.lo >= info.hi) break;
-      weigh_tile(p, s, info, shared.ring, at, stage, shared_address(weights) + turn * WEIGHT_BYTES + offsets.write, mine.by_warp,
+      at = next;
+      next.advance(GROUPS);
+      weigh_tile(p, s, info, shared.ring, at, stages + at.slot * STAGE_BYTES, first_at.write + turn * WEIGHT_BYTES, mine.by_warp,
                  !held, softmax, o, group, warp, lane);
       held = true, last = info.last;
     }
     if (!last) { // a mark without data
-      release_tile(shared.ring, at, lane);
-      at.advance(GROUPS);
+      if (EARLY_K) release(&shared.ring.k_empty[next.slot], lane);
+      release(&shared.ring.empty[next.slot], lane);
+      next.advance(GROUPS);
     }
 #ifdef HAS_CLUSTER
     if (p.combine == COMBINE_CLUSTER) {
@@ -434,7 +441,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
   extern __shared__ __align__(1024) u8 dynamic[];
   __shared__ Shared shared;
   u8 *const weights = dynamic + RING_BYTES;
-  u8 *const value_scales = weights + GROUPS * 2 * WEIGHT_BYTES; // NVFP4
+  u8 *const value_scales = weights + GROUPS * (2 * WEIGHT_BYTES + OPERAND_BYTES); // NVFP4
   float *const peers = (float *)(value_scales + GROUPS * WARPS * VALUE_SCALE_BYTES); // where partial results meet, if any do
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const u32 first = p.splits.quotient(blockIdx.x), stride = p.splits.quotient(gridDim.x); // in items
@@ -444,6 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
       for (int i = 0; i < STAGES; i++) {
         barrier_init(&shared.ring.k_full[i], full_arrivals(p));
         barrier_init(&shared.ring.v_full[i], full_arrivals(p));
+        barrier_init(&shared.ring.k_empty[i], WARPS);
         barrier_init(&shared.ring.empty[i], WARPS);
       }
 #ifdef HAS_CLUSTER

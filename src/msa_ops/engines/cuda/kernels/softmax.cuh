@@ -74,14 +74,20 @@ struct Softmax {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float from = base[r] == NEG_INF ? 0.f : base[r];
-      added[r] = 0.f;
+      u32 even = 0;
 #pragma unroll
       for (int n = 0; n < KEY_TILES; n++) {
         // Not fused: the largest score must meet the base that was made of it, also where float32 is coarser than 1 (scores of 1e14).
         const float a = exp2_approx(__fmul_rn(s[n][2 * r], scale[r]) - from);
         const float b = exp2_approx(__fmul_rn(s[n][2 * r + 1], scale[r]) - from);
-        added[r] += a + b;
-        store_shared((weights ^ (n << 4)) + 8 * r * WEIGHT_PITCH, pack_product(a, b));
+        added[r] = n == 0 ? a + b : added[r] + (a + b);
+        const u32 packed = pack_product(a, b), at = (weights ^ ((SCALED ? n & ~1 : n) << 4)) + 8 * r * WEIGHT_PITCH;
+        if (!SCALED)
+          store_shared(at, packed);
+        else if (n & 1) // with the last tile's: product.cuh, value_key
+          store_shared(at, even, packed);
+        else
+          even = packed;
       }
     }
   }

@@ -1,10 +1,14 @@
 // Block selection: the blocks of keys that a token attends, from their index scores. A row is a token and an index head.
 //
-// A score becomes a 32-bit key that ascends with it, 0 for what is never chosen. The search finds where the row's largest
-// keys begin, and everything from there on is written in the order of blocks: nothing is sorted. Blocks that are chosen
-// whatever their score take no part in the search. Up to 256 blocks a row is one warp's, with its keys in registers; longer
-// rows are a thread block's, which counts keys by their digits in shared memory.
+// Blocks that are chosen whatever their score take no part in the search. The others fall into 32 groups, by the number of
+// their block modulo 32, so that neighbours, whose scores are alike, lie in different ones. The wanted-th largest of the
+// groups' largest scores is a floor that at least as many blocks reach, and as a rule hardly more: 20 for 15, however long
+// the row. These are ranked by counting, each against all others. Where more blocks are wanted than there are groups, or too
+// many reach the floor because they are equal, a search by digits finds the cut instead.
+//
+// Up to 256 blocks a row is one warp's, with its scores in registers; longer rows are a thread block's.
 typedef unsigned int u32;
+typedef unsigned long long u64;
 typedef long long i64;
 
 #define DEVICE static __device__ __forceinline__
@@ -42,6 +46,9 @@ DEVICE void let_next_kernel_start() {
 #endif
 }
 
+// To the second-level cache only, which the writes of the previous kernel pass through: allowed before the wait.
+DEVICE void prefetch(const void *address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // Ascends with the score, -0 as 0; 0 for -inf and NaN. Others lie between those of the lowest number and of +inf.
 constexpr u32 LOWEST_KEY = 0x00800000u, INFINITY_KEY = 0xff800000u;
 
@@ -49,6 +56,33 @@ DEVICE u32 key_of(float score) {
   const u32 bits = __float_as_uint(score + 0.f); // which makes -0 to 0
   const u32 key = bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
   return key - LOWEST_KEY <= INFINITY_KEY - LOWEST_KEY ? key : 0;
+}
+
+// The same order without exceptions, and back.
+DEVICE u32 ordered(float score) {
+  const u32 bits = __float_as_uint(score);
+  return bits ^ ((u32)((int)bits >> 31) | 0x80000000u);
+}
+DEVICE float score_of(u32 ordered) { return __uint_as_float(ordered ^ (~(u32)((int)ordered >> 31) | 0x80000000u)); }
+
+constexpr u32 MINUS_INFINITY_BITS = 0xff800000u;
+constexpr float LARGEST_SCORE = 3.402823466e38f;
+
+constexpr int GROUPS = 32;
+
+// Values of `list` that are larger. Summed as floats: comparisons and sums are then the work of different units.
+template <typename T> DEVICE float count_larger(const T (&list)[GROUPS], T than) {
+  struct alignas(16) Four {
+    T x, y, z, w;
+  };
+  float n[4] = {};
+#pragma unroll
+  for (int i = 0; i < GROUPS / 4; i++) {
+    const Four four = ((const Four *)list)[i];
+    n[0] += four.x > than ? 1.f : 0.f, n[1] += four.y > than ? 1.f : 0.f;
+    n[2] += four.z > than ? 1.f : 0.f, n[3] += four.w > than ? 1.f : 0.f;
+  }
+  return n[0] + n[1] + (n[2] + n[3]);
 }
 
 // What a row reads and writes; addresses only, so that it may be made before the wait.
@@ -65,6 +99,18 @@ struct Row {
     output = p.output + token * p.output_token + head * p.output_head;
   }
 };
+
+DEVICE void prefetch_extent(const TopkParams &p, const Row &row) {
+  if (p.extents) prefetch(p.extents + row.request * p.extents_step);
+  if (p.q_offset) prefetch(p.q_offset + row.request * p.q_offset_step);
+}
+
+constexpr int SECTOR = 8; // scores of one access to memory
+
+// Of a row whose scores lie side by side.
+DEVICE void prefetch_scores(const TopkParams &p, const Row &row, int thread) {
+  if (p.score_block == 1 && thread * SECTOR < p.blocks) prefetch(row.score + thread * SECTOR);
+}
 
 // Blocks that exist for the row's token.
 DEVICE int extent_of(const TopkParams &p, const Row &row) {
@@ -90,6 +136,15 @@ struct Forced {
   __device__ __forceinline__ bool open(int block) const { return (u32)(block - begin) < (u32)(last - begin); }
   __device__ __forceinline__ bool holds(int block) const { return block < begin || (block >= last && block < extent); }
   __device__ __forceinline__ int count() const { return begin + extent - last; }
+
+  // Writes all of a row except its `found` blocks that were not forced, which come after the first `begin`.
+  __device__ __forceinline__ void write_rest(int *output, int topk, int found, int thread, int threads) const {
+#pragma unroll 1
+    for (int i = thread; i < topk; i += threads) {
+      const int behind = i - begin - found; // place among the last blocks
+      if (i < begin || behind >= 0) output[i] = i < begin ? i : behind < extent - last ? last + behind : -1;
+    }
+  }
 };
 
 // Keys above `floor` are chosen, and of those equal to it the first `ties`.
@@ -104,90 +159,226 @@ DEVICE Cut all_from(u32 key) { return {key - 1, 0}; }
 DEVICE u32 lanes_below(int lane) { return (1u << lane) - 1; }
 
 // --- a warp a row -----------------------------------------------------------------------------------------------------
-// Lane l holds blocks l, l + 32, ...
-template <int KEYS> struct WarpRow {
-  u32 key[KEYS];
+template <int KEYS> struct WarpShared {
+  alignas(16) float largest[GROUPS];
+  alignas(16) float score[KEYS * 32 + 1]; // of the blocks that reach the floor, ascending; then a place for those that do not
+  unsigned char block[KEYS * 32 + 1];
+};
 
-  __device__ __forceinline__ u32 count_from(u32 least) const {
-    u32 n[4] = {}; // one chain of additions would take longer than the comparisons
+template <int KEYS> struct WarpRow {
+  float score[KEYS]; // -inf or NaN: not to be chosen
+  int block[KEYS];   // ascending from lane to lane, then from place to place; a lane is a group
+
+  // Lists the blocks that reach the floor; their number. `wanted` is 1 to GROUPS.
+  __device__ __forceinline__ u32 narrow(WarpShared<KEYS> &s, u32 wanted, int lane) const {
+    float largest = score[0];
 #pragma unroll
-    for (int j = 0; j < KEYS; j++) n[j % 4] += key[j] >= least;
-    return __reduce_add_sync(ALL_LANES, n[0] + n[1] + (n[2] + n[3]));
+    for (int j = 1; j < KEYS; j++) largest = fmaxf(largest, score[j]); // passes over NaN
+    largest = fmaxf(largest, __uint_as_float(MINUS_INFINITY_BITS));
+    s.largest[lane] = largest;
+    __syncwarp();
+    const bool among = count_larger(s.largest, largest) < (float)wanted;
+    const u32 least = __reduce_min_sync(ALL_LANES, among ? ordered(largest) : 0xffffffffu);
+    const float floor = fmaxf(score_of(least), -LARGEST_SCORE);
+    u32 n = 0;
+    const u32 below = lanes_below(lane);
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) { // without branches: eight that diverge take longer than all else here
+      const bool reaches = score[j] >= floor;
+      const u32 all = __ballot_sync(ALL_LANES, reaches), at = n + __popc(all & below);
+      const u32 place = reaches ? at : KEYS * 32;
+      s.score[place] = score[j], s.block[place] = block[j];
+      n += __popc(all);
+    }
+    if (lane >= n) s.score[lane] = __uint_as_float(MINUS_INFINITY_BITS);
+    __syncwarp();
+    return n;
   }
 
-  __device__ __forceinline__ Cut search(u32 wanted) const {
-    if (wanted == 0) return NOTHING;
-    u32 largest = 0;
+  // The list becomes the row.
+  __device__ __forceinline__ void take(const WarpShared<KEYS> &s, u32 n, int lane) {
 #pragma unroll
-    for (int j = 0; j < KEYS; j++) largest = max(largest, key[j]);
-    if (count_from(1) <= wanted) return all_from(1);
-    // The wanted-th largest key lies between these two: 32 keys are at least as large as the lower one.
-    const u32 high = __reduce_max_sync(ALL_LANES, largest);
-    const u32 low = wanted <= 32 ? __reduce_min_sync(ALL_LANES, largest) : 0;
-    const int differing = 32 - __clz(high ^ low); // low bits that are not the same in both
-    u32 cut = differing < 32 ? low >> differing << differing : 0;
-    for (int bit = differing - 1; bit >= 0; bit--) {
-      const u32 candidate = cut | 1u << bit, n = count_from(candidate);
-      if (n == wanted) return all_from(candidate);
-      if (n > wanted) cut = candidate;
+    for (int j = 0; j < KEYS; j++) {
+      const u32 at = j * 32 + lane;
+      score[j] = at < n ? s.score[at] : __uint_as_float(MINUS_INFINITY_BITS), block[j] = s.block[at];
     }
-    return {cut, (int)(wanted - count_from(cut + 1))};
+  }
+
+  // Writes the wanted blocks of a list of at most 32; their number.
+  static __device__ __forceinline__ int write_listed(const WarpShared<KEYS> &s, u32 wanted, int *output, int lane) {
+    const float mine = s.score[lane], larger = count_larger((const float(&)[GROUPS])s.score, mine);
+    const int block = s.block[lane];
+    bool chosen = mine >= -LARGEST_SCORE && larger < (float)wanted;
+    u32 all = __ballot_sync(ALL_LANES, chosen);
+    if (__popc(all) > wanted) { // the last of them are equal
+      const u32 rank = chosen ? (u32)larger : 0, last = __reduce_max_sync(ALL_LANES, rank);
+      const u32 equal = __ballot_sync(ALL_LANES, chosen && rank == last);
+      if (rank == last) chosen = chosen && __popc(equal & lanes_below(lane)) < wanted - last;
+      all = __ballot_sync(ALL_LANES, chosen);
+    }
+    if (chosen) output[__popc(all & lanes_below(lane))] = block;
+    return __popc(all);
+  }
+
+  // The same for any number, by bits.
+  __device__ __forceinline__ int write_searched(u32 wanted, int *output, int lane) const {
+    u32 key[KEYS];
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) key[j] = key_of(score[j]);
+    const Cut cut = search(key, wanted);
+    int written = 0, equal = 0; // at places before j
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) {
+      bool chosen = key[j] > cut.floor;
+      if (cut.ties) {
+        const u32 same = __ballot_sync(ALL_LANES, key[j] == cut.floor);
+        chosen |= key[j] == cut.floor && equal + __popc(same & lanes_below(lane)) < cut.ties;
+        equal += __popc(same);
+      }
+      const u32 all = __ballot_sync(ALL_LANES, chosen);
+      if (chosen) output[written + __popc(all & lanes_below(lane))] = block[j];
+      written += __popc(all);
+    }
+    return written;
+  }
+
+  static __device__ __forceinline__ u32 count_from(const u32 (&key)[KEYS], u32 least) {
+    u32 n = 0;
+#pragma unroll
+    for (int j = 0; j < KEYS; j++) n += key[j] >= least;
+    return __reduce_add_sync(ALL_LANES, n);
+  }
+
+  static __device__ __forceinline__ Cut search(const u32 (&key)[KEYS], u32 wanted) {
+    if (wanted == 0) return NOTHING;
+    u32 cut = 0;
+#pragma unroll 1
+    for (u32 bit = 0x80000000u; bit; bit >>= 1) {
+      const u32 n = count_from(key, cut | bit);
+      if (n == wanted) return all_from(cut | bit);
+      if (n > wanted) cut |= bit;
+    }
+    if (cut == 0) return all_from(1); // fewer than wanted are there
+    return {cut, (int)(wanted - count_from(key, cut + 1))};
   }
 };
 
-template <int KEYS> DEVICE void select_by_warp(const TopkParams &p) {
+template <int KEYS> DEVICE void select_by_warp(const TopkParams &p, const Row &row, WarpRow<KEYS> &keys, WarpShared<KEYS> &s) {
   const int lane = threadIdx.x & 31;
-  const u32 index = blockIdx.x * (blockDim.x >> 5) + (threadIdx.x >> 5);
+  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
+#pragma unroll
+  for (int j = 0; j < KEYS; j++) {
+    keys.block[j] = j * 32 + lane;
+    if (!forced.open(keys.block[j])) keys.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
+  }
+  int *output = row.output + forced.begin;
+  u32 n = 0xffffffffu;
+  if ((u32)forced.wanted - 1 < GROUPS) {
+#pragma unroll 1
+    for (int tries = 3;;) { // a list has other groups than its row, and fewer blocks in each
+      n = keys.narrow(s, forced.wanted, lane);
+      if (n <= 32 || --tries == 0) break;
+      keys.take(s, n, lane);
+    }
+  }
+  const int found =
+    n <= 32 ? keys.write_listed(s, forced.wanted, output, lane) : keys.write_searched(forced.wanted, output, lane);
+  forced.write_rest(row.output, p.topk, found, lane, 32);
+}
+
+constexpr int ROWS = 4; // a thread block's
+
+template <int KEYS> DEVICE void select_by_warps(const TopkParams &p, WarpShared<KEYS> (&shared)[ROWS]) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u32 index = blockIdx.x * (blockDim.x >> 5) + warp;
   const Row row(p, min(index, (u32)p.rows - 1));
+  const float *at = row.score + lane * p.score_block;
+  prefetch_scores(p, row, lane);
+  prefetch_extent(p, row);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (index >= (u32)p.rows) return;
-  float score[KEYS];
-  const float *at = row.score + lane * p.score_block;
-#pragma unroll
-  for (int j = 0; j < KEYS; j++, at += 32 * p.score_block) score[j] = j * 32 + lane < p.blocks ? *at : 0.f;
-  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
   WarpRow<KEYS> keys;
 #pragma unroll
-  for (int j = 0; j < KEYS; j++) keys.key[j] = forced.open(j * 32 + lane) ? key_of(score[j]) : 0;
-  const Cut cut = keys.search(forced.wanted);
-  int written = 0, equal = 0; // in blocks before j * 32
-#pragma unroll
-  for (int j = 0; j < KEYS; j++) {
-    const int block = j * 32 + lane;
-    bool chosen = forced.holds(block) || keys.key[j] > cut.floor;
-    if (cut.ties) {
-      const u32 same = __ballot_sync(ALL_LANES, keys.key[j] == cut.floor);
-      chosen |= keys.key[j] == cut.floor && equal + __popc(same & lanes_below(lane)) < cut.ties;
-      equal += __popc(same);
-    }
-    const u32 all = __ballot_sync(ALL_LANES, chosen);
-    if (chosen) row.output[written + __popc(all & lanes_below(lane))] = block;
-    written += __popc(all);
-  }
-#pragma unroll 1
-  for (int i = written + lane; i < p.topk; i += 32) row.output[i] = -1;
+  for (int j = 0; j < KEYS; j++, at += 32 * p.score_block) keys.score[j] = j * 32 + lane < p.blocks ? *at : 0.f;
+  select_by_warp(p, row, keys, shared[warp]);
 }
 
-extern "C" __global__ void __launch_bounds__(128) msa_topk_256(const __grid_constant__ TopkParams p) { select_by_warp<8>(p); }
+extern "C" __global__ void __launch_bounds__(32 * ROWS) msa_topk_64(const __grid_constant__ TopkParams p) {
+  __shared__ WarpShared<2> shared[ROWS];
+  select_by_warps(p, shared);
+}
+extern "C" __global__ void __launch_bounds__(32 * ROWS) msa_topk_256(const __grid_constant__ TopkParams p) {
+  __shared__ WarpShared<8> shared[ROWS];
+  select_by_warps(p, shared);
+}
+
+// Rows of neighbouring tokens where tokens lie innermost: a thread block has a sector of them and reads each once.
+constexpr int TOKENS = SECTOR;
+
+template <int KEYS> struct TokensShared {
+  WarpShared<KEYS> of_warp[TOKENS];
+  float score[TOKENS][KEYS * 32 + 32 / TOKENS]; // a warp's writes fall in different banks
+};
+
+template <int KEYS> DEVICE void select_by_tokens(const TopkParams &p, TokensShared<KEYS> &s) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const int token = threadIdx.x % TOKENS, first = threadIdx.x / TOKENS; // of what this thread reads
+  const u32 index = blockIdx.x * TOKENS + warp;
+  const Row row(p, min(index, (u32)p.rows - 1)), read(p, min(blockIdx.x * TOKENS + token, (u32)p.rows - 1));
+  const float *at = read.score + first * p.score_block;
+  if (token * 32 + first < p.blocks) prefetch(at + token * 32 * p.score_block); // its neighbours the other sectors
+  prefetch_extent(p, row);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  WarpRow<KEYS> keys;
+#pragma unroll
+  for (int j = 0; j < KEYS; j++, at += 32 * p.score_block) keys.score[j] = j * 32 + first < p.blocks ? *at : 0.f;
+#pragma unroll
+  for (int j = 0; j < KEYS; j++) s.score[token][j * 32 + first] = keys.score[j];
+  __syncthreads();
+  if (index >= (u32)p.rows) return;
+#pragma unroll
+  for (int j = 0; j < KEYS; j++) keys.score[j] = s.score[warp][j * 32 + lane];
+  select_by_warp(p, row, keys, s.of_warp[warp]);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * TOKENS) msa_topk_tokens_64(const __grid_constant__ TopkParams p) {
+  __shared__ TokensShared<2> shared;
+  select_by_tokens(p, shared);
+}
+extern "C" __global__ void __launch_bounds__(32 * TOKENS) msa_topk_tokens_256(const __grid_constant__ TopkParams p) {
+  __shared__ TokensShared<8> shared;
+  select_by_tokens(p, shared);
+}
 
 // --- a thread block a row ---------------------------------------------------------------------------------------------
-constexpr int THREADS = 1024, WARPS = THREADS / 32;
-constexpr int TILES = 8;   // keys of a thread that are loaded together; block tile * THREADS + t is thread t's
-constexpr int BINS = 2048; // of 11 bits of a key; also the (tile, warp) pairs of the longest row
-constexpr int MAX_BLOCKS = BINS / WARPS * THREADS;
-static_assert(BINS == 2 * THREADS && MAX_BLOCKS == 65536, "two bins a thread");
+// Sizes of a thread block. TILES keys of a thread are loaded together; block tile * THREADS + t is thread t's.
+template <int THREADS_, int TILES_, bool RESIDENT_> struct Layout {
+  static constexpr int THREADS = THREADS_, TILES = TILES_, WARPS = THREADS / 32;
+  static constexpr bool RESIDENT = RESIDENT_; // the keys stay in registers
+  static constexpr int BINS = 2 * THREADS;    // of a digit of a key; also the (tile, warp) pairs of the longest row
+  static constexpr int DIGIT = THREADS == 1024 ? 11 : THREADS == 512 ? 10 : 9;
+  static constexpr int MAX_BLOCKS = RESIDENT ? TILES * THREADS : BINS / WARPS * THREADS;
+  static_assert(BINS == 1 << DIGIT && MAX_BLOCKS * WARPS <= BINS * THREADS, "two bins a thread");
+};
 
-struct BlockShared {
-  alignas(8) u32 bins[BINS]; // two of them are read at once
-  u32 by_warp[WARPS];
+constexpr int CANDIDATES = 128; // that are ranked; where more reach the floor, most of them are equal
+
+template <typename L> struct BlockShared {
+  alignas(16) u32 largest[GROUPS];
+  alignas(16) u64 candidates[CANDIDATES]; // the key above ~block, 0 where there is none: the better, the larger
+  alignas(16) u32 chosen[GROUPS];         // by rank: ~block, or 0
+  u32 floor, count;
+  alignas(8) u32 bins[L::BINS]; // two of them are read at once
+  u32 by_warp[L::WARPS];
   u32 keys;          // that may be chosen
   int bin;           // in which the wanted key lies; -1: all keys are wanted
   u32 before, in_it; // keys of the bins before that one, and in it
 };
 
 // Sum of what lies before the thread's two bins. Clears them if told so; ends with no barrier after the bins' last use.
-DEVICE u32 sum_before(BlockShared &s, bool clear, u32 &first, u32 &second) {
+template <typename L> DEVICE u32 sum_before(BlockShared<L> &s, bool clear, u32 &first, u32 &second) {
   const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
   const uint2 mine = ((const uint2 *)s.bins)[t];
   first = mine.x, second = mine.y;
@@ -203,7 +394,9 @@ DEVICE u32 sum_before(BlockShared &s, bool clear, u32 &first, u32 &second) {
   return __reduce_add_sync(ALL_LANES, lane < warp ? s.by_warp[lane] : 0) + sum - first - second;
 }
 
-template <bool RESIDENT> struct BlockRow {
+template <typename L> struct BlockRow {
+  static constexpr int THREADS = L::THREADS, TILES = L::TILES;
+  static constexpr bool RESIDENT = L::RESIDENT;
   const float *score; // of the thread's first block
   i64 step;           // to that of the next tile
   int blocks;
@@ -239,20 +432,64 @@ template <bool RESIDENT> struct BlockRow {
     }
   }
 
+  // Fills `s.chosen` and returns true, unless the row needs a search; `least` is then a key that enough reach. All threads of
+  // the block call it; ends with a barrier.
+  __device__ __forceinline__ bool choose(const Forced &forced, BlockShared<L> &s, u32 &least) {
+    const int t = threadIdx.x, lane = t & 31;
+    least = 1;
+    if ((u32)forced.wanted - 1 >= GROUPS) return false;
+    u32 largest = 0;
+    for_each(forced, [&](int, u32 key) { largest = max(largest, key); });
+    if (largest) atomicMax(&s.largest[lane], largest);
+    __syncthreads();
+    if (t < 32) {
+      const u32 mine = s.largest[lane];
+      const bool among = count_larger(s.largest, mine) < (float)forced.wanted;
+      const u32 floor = __reduce_min_sync(ALL_LANES, among ? mine : 0xffffffffu);
+      if (lane == 0) s.floor = max(floor, 1u);
+    }
+    __syncthreads();
+    least = s.floor;
+    if (largest >= least)
+      for_each(forced, [&](int tile, u32 key) {
+        if (key < least) return;
+        const u32 at = atomicAdd(&s.count, 1);
+        if (at >= CANDIDATES) return;
+        volatile u32 *half = (u32 *)(s.candidates + at); // written as one, every key would hold a pair of registers
+        half[0] = ~(u32)(tile * THREADS + t), half[1] = key;
+      });
+    __syncthreads();
+    const u32 n = s.count;
+    if (n > CANDIDATES) return false;
+    if (t < n) {
+      const u64 mine = s.candidates[t];
+      int rank = 0;
+#pragma unroll 4
+      for (int i = 0; i < n; i += 2) {
+        const ulonglong2 two = *(const ulonglong2 *)(s.candidates + i);
+        rank += (two.x > mine) + (two.y > mine);
+      }
+      if (rank < forced.wanted) s.chosen[rank] = (u32)mine;
+    }
+    __syncthreads();
+    return true;
+  }
+
   // All threads of the block call it, with empty bins and a barrier behind them; leaves the bins so, with a barrier.
-  __device__ __forceinline__ Cut search(const Forced &forced, BlockShared &s) {
+  __device__ __forceinline__ Cut search(const Forced &forced, BlockShared<L> &s, u32 least) {
+    constexpr int DIGIT = L::DIGIT, BINS = L::BINS, FIRST = 32 - DIGIT;
     if (forced.wanted == 0) return NOTHING;
     // The wanted-th largest of all keys is the wanted-th largest of those from `least` to `least + span`.
-    u32 least = 1, span = 0xfffffffeu, wanted = forced.wanted;
+    u32 span = 0xffffffffu - least, wanted = forced.wanted;
 #pragma unroll 1
-    for (int shift = 21;; shift = shift == 21 ? 10 : 0) { // 11 bits each; the last 11 hold one that is settled
+    for (int shift = FIRST;; shift = max(shift - DIGIT, 0)) { // the last digit begins with bits that are settled
       for_each(forced, [&](int, u32 key) {
         if (key - least <= span) atomicAdd(&s.bins[BINS - 1 - ((key >> shift) & (BINS - 1))], 1u);
       });
       __syncthreads();
       u32 first, second;
       const u32 before = sum_before(s, true, first, second);
-      if (shift == 21 && threadIdx.x == THREADS - 1) s.keys = before + first + second;
+      if (shift == FIRST && threadIdx.x == THREADS - 1) s.keys = before + first + second;
       if (before < wanted && wanted <= before + first + second) {
         const bool in_first = wanted <= before + first;
         s.bin = 2 * threadIdx.x + !in_first;
@@ -261,7 +498,7 @@ template <bool RESIDENT> struct BlockRow {
       }
       __syncthreads();
       if (s.bin < 0) return all_from(1); // so few are there
-      least = (shift == 21 ? 0 : least) | (u32)(BINS - 1 - s.bin) << shift, span = (1u << shift) - 1;
+      least = (shift == FIRST ? 0 : least) | (u32)(BINS - 1 - s.bin) << shift, span = (1u << shift) - 1;
       wanted -= s.before;
       if (s.in_it == wanted) return all_from(least);
       if (shift == 0) return {least, (int)wanted};
@@ -269,12 +506,18 @@ template <bool RESIDENT> struct BlockRow {
   }
 };
 
-template <bool RESIDENT> DEVICE void select_by_block(const TopkParams &p, BlockShared &s) {
+template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShared<L> &s) {
+  constexpr int THREADS = L::THREADS, TILES = L::TILES, WARPS = L::WARPS;
+  constexpr bool RESIDENT = L::RESIDENT;
   const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
   const Row row(p, blockIdx.x);
-  BlockRow<RESIDENT> keys(p, row);
+  BlockRow<L> keys(p, row);
+  if (RESIDENT) prefetch_scores(p, row, t);
+  if (t == 0) prefetch_extent(p, row);
   ((uint2 *)s.bins)[t] = make_uint2(0, 0);
-  if (t == 0) s.bin = -1, s.keys = 0;
+  if (t < CANDIDATES) s.candidates[t] = 0;
+  if (t < GROUPS) s.largest[t] = s.chosen[t] = 0;
+  if (t == 0) s.count = 0, s.bin = -1, s.keys = 0;
   __syncthreads();
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -283,7 +526,15 @@ template <bool RESIDENT> DEVICE void select_by_block(const TopkParams &p, BlockS
   const Forced forced(p, extent_of(p, row)); // read while the scores are under way
   keys.tiles = (forced.extent + THREADS - 1) / THREADS;
   if (RESIDENT) keys.make_keys(0, x, forced);
-  const Cut cut = keys.search(forced, s);
+
+  u32 least;
+  if (keys.choose(forced, s, least)) {
+    const int found = min(s.count, (u32)forced.wanted);
+    if (t < GROUPS && s.chosen[t]) row.output[forced.begin + (int)count_larger(s.chosen, s.chosen[t])] = ~s.chosen[t];
+    forced.write_rest(row.output, p.topk, found, t, THREADS);
+    return;
+  }
+  const Cut cut = keys.search(forced, s, least);
 
   // Chosen keys and keys equal to the cut, the latter in the upper half, by tile and warp: in the order of blocks.
   auto is_above = [&](int tile, u32 key) { return forced.holds(tile * THREADS + t) || key > cut.floor; };
@@ -309,17 +560,15 @@ template <bool RESIDENT> DEVICE void select_by_block(const TopkParams &p, BlockS
   for (int i = chosen + t; i < p.topk; i += THREADS) row.output[i] = -1;
 }
 
-#if __CUDA_ARCH__ == 800 || __CUDA_ARCH__ == 900 || __CUDA_ARCH__ == 1000 || __CUDA_ARCH__ == 1030
-constexpr int ROWS_AT_ONCE = 2; // a multiprocessor of 2,048 threads
-#else
-constexpr int ROWS_AT_ONCE = 1;
-#endif
-
-extern "C" __global__ void __launch_bounds__(THREADS, ROWS_AT_ONCE) msa_topk_8192(const __grid_constant__ TopkParams p) {
-  __shared__ BlockShared shared;
-  select_by_block<true>(p, shared);
+extern "C" __global__ void __launch_bounds__(256, 4) msa_topk_1024(const __grid_constant__ TopkParams p) {
+  __shared__ BlockShared<Layout<256, 4, true>> shared;
+  select_by_block(p, shared);
 }
-extern "C" __global__ void __launch_bounds__(THREADS, 1) msa_topk_65536(const __grid_constant__ TopkParams p) {
-  __shared__ BlockShared shared;
-  select_by_block<false>(p, shared);
+extern "C" __global__ void __launch_bounds__(512, 2) msa_topk_8192(const __grid_constant__ TopkParams p) {
+  __shared__ BlockShared<Layout<512, 16, true>> shared;
+  select_by_block(p, shared);
+}
+extern "C" __global__ void __launch_bounds__(1024, 1) msa_topk_65536(const __grid_constant__ TopkParams p) {
+  __shared__ BlockShared<Layout<1024, 8, false>> shared;
+  select_by_block(p, shared);
 }
