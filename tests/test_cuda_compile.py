@@ -214,7 +214,7 @@ def c_size(source: str, kind: str) -> tuple[int, int]:
 
 def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
     """Every value that launch.py packs lies where the kernel reads it."""
-    source = (resources.files("msa_ops.engines.cuda") / "kernels" / "params.cuh").read_text(encoding="utf-8")
+    source = compiler.source(("common.cuh", "params.cuh"))
     fields, size = c_layout(source, "Params")
     assert launch._PARAMS.size == size
     flat = []

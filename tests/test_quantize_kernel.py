@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 from fractions import Fraction
-from importlib import resources
 
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ from msa_ops.engines.cuda.launch import divisor
 from msa_ops.kv_cache import PagedKVCache
 from test_cuda_compile import c_layout, c_size, usages
 
-SOURCE = (resources.files("msa_ops.engines.cuda") / "kernels" / "quantize.cu").read_text(encoding="utf-8")
+SOURCE = compiler.source(quantize.PROGRAM.sources)
 CAPABILITIES = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (10, 7), (11, 0), (12, 0), (12, 1)]
 SCALES = [1.0, 0.013, 0.37, 1 / 3, 3.1, 448.0, 2.0**-126, 2.0**126, 1.9999999, 1e-20, 7e25, 0.1, 2.0**-9, 5.5e-3]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]

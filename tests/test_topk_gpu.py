@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from importlib import resources
 
 import pytest
 import torch
@@ -45,7 +44,7 @@ def test_the_kernels_keep_to_their_registers_and_memory(capability: tuple[int, i
 
 
 def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
-    source = (resources.files("msa_ops.engines.cuda") / "kernels" / "topk.cu").read_text(encoding="utf-8")
+    source = compiler.source(topk.PROGRAM.sources)
     fields, size = c_layout(source, "TopkParams")
     assert topk._PARAMS.size == size
     flat = []
@@ -59,7 +58,7 @@ def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
 
 
 def test_values_lie_in_the_fields_of_their_names() -> None:
-    source = (resources.files("msa_ops.engines.cuda") / "kernels" / "topk.cu").read_text(encoding="utf-8")
+    source = compiler.source(topk.PROGRAM.sources)
     score = torch.zeros(3, 5, 8)[:, :, 1:7].permute(0, 1, 2)
     output = torch.zeros(6, 3, 9, dtype=torch.int32)[..., :4]
     lengths, offset = torch.zeros(6, dtype=torch.int32)[::3], torch.zeros(4, dtype=torch.int32)[::2]

@@ -14,7 +14,7 @@ from functools import lru_cache
 from ...contract import BLOCK_SIZE, HEAD_DIM, SCALES_PER_ROW, KVFormat
 
 SOURCES = (
-    "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh", "product.cuh",
+    "common.cuh", "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh", "product.cuh",
     "softmax.cuh", "decode.cu", "merge.cu",
 )  # fmt: skip
 """Files of the decode kernel and its merge kernel, in order."""

@@ -23,7 +23,7 @@ from .plan import MAX_GRID
 _INPUT_NAME = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 PROGRAM = programs.KernelProgram(
     "quantize",
-    ("quantize.cu",),
+    ("common.cuh", "quantize.cu"),
     tuple(
         f"msa_{kernel}_{name}"
         for kernel in ("quantize_nvfp4", "write_nvfp4", "write_fp8")

@@ -29,7 +29,6 @@ _THREADS = 128
 _ENTRIES = tuple(f"msa_score_{n}" for n in COLUMNS)
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
-_NO_WARNING = "--diag-suppress=177"  # of functions that a format has no use for
 _MAX_WORK = 1 << 30
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
@@ -46,9 +45,9 @@ def resident_blocks(columns: int) -> int:
 def _program(k_format: str, split_query: bool) -> programs.KernelProgram:
     return programs.KernelProgram(
         f"score-{k_format}{'-fp16q' if split_query else ''}",
-        ("score.cuh", "widen.cuh", "score_work.cuh", "score.cu"),
+        ("common.cuh", "score.cuh", "widen.cuh", "score_work.cuh", "score.cu"),
         _ENTRIES,
-        (f"-DKV_FORMAT={_FORMATS.index(k_format)}", f"-DQUERY_PARTS={2 if split_query else 1}", _NO_WARNING),
+        (f"-DKV_FORMAT={_FORMATS.index(k_format)}", f"-DQUERY_PARTS={2 if split_query else 1}"),
         resident=tuple(resident_blocks(columns) for columns in COLUMNS),
     )
 

@@ -1,4 +1,4 @@
-// Names for the instructions that CUDA C++ has no word for. Header-free: NVRTC compiles the concatenation of these files.
+// What the decode kernel asks of the machine: names for instructions that CUDA C++ has no word for.
 //
 // Compile-time choices, set by compile.py with -D:
 //   KV_FORMAT   KV_BF16, KV_FP16, KV_FP8 or KV_NVFP4
@@ -7,31 +7,6 @@
 //   TILE        keys of a tile (128 or 64)
 //   STAGES      tiles in the copy ring
 //   MIN_BLOCKS  blocks per multiprocessor that the registers must allow
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#define KV_BF16 0
-#define KV_FP16 1
-#define KV_FP8 2
-#define KV_NVFP4 3
-
-#if __CUDA_ARCH__ >= 900
-#define HAS_CLUSTER 1 // thread-block clusters, distributed shared memory, dependent launch, tensor copies (TMA)
-#endif
-#if __CUDA_ARCH__ >= 890
-#define HAS_E4M3_CVT 1 // cvt.rn.f16x2.e4m3x2
-#endif
-#if __CUDA_ARCH__ >= 1000 && (defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__))
-#define HAS_E2M1_CVT 1 // cvt.rn.f16x2.e2m1x2, on the `a` and `f` targets alone
-#endif
-
-#define DEVICE static __device__ __forceinline__
-#define DEVICE_MEMBER __device__ __forceinline__
-#define NEG_INF (-__int_as_float(0x7f800000))
-
 constexpr int HEAD_DIM = 128;
 constexpr int BLOCK_KEYS = 128; // keys of a selectable block, and tokens of a page
 constexpr int ROWS = 16;        // query heads of a row tile: the M of mma.m16n8k16
@@ -39,23 +14,22 @@ constexpr int GROUP_THREADS = WARPS * 32;
 constexpr int WORKERS = GROUPS * GROUP_THREADS; // threads that compute
 constexpr int THREADS = WORKERS + 32;           // one more warp copies
 constexpr int LIST = 32;                     // selected blocks looked at in one go: one per lane of a warp
-constexpr bool PRODUCT_BF16 = KV_FORMAT == KV_BF16; // operand type of the products: bf16 for bf16 KV, else fp16
 
 DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
-[[maybe_unused]] DEVICE void store_shared(u32 address, u32 x, u32 y) {
+DEVICE void store_shared(u32 address, u32 x, u32 y) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
 }
-[[maybe_unused]] DEVICE u32 load_shared(u32 address) {
+DEVICE u32 load_shared(u32 address) {
   u32 x;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(x) : "r"(address) : "memory");
   return x;
 }
-[[maybe_unused]] DEVICE void load_shared(u32 address, u32 &x, u32 &y) {
+DEVICE void load_shared(u32 address, u32 &x, u32 &y) {
   asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];" : "=r"(x), "=r"(y) : "r"(address) : "memory");
 }
-[[maybe_unused]] DEVICE u32 load_shared_half(u32 address) {
+DEVICE u32 load_shared_half(u32 address) {
   u16 x;
   asm volatile("ld.shared.b16 %0, [%1];" : "=h"(x) : "r"(address) : "memory");
   return x;
@@ -71,25 +45,12 @@ DEVICE int read_global(const int *at) {
 // Has a pointer computed by here, not where it is first used.
 template <typename T> DEVICE void keep(T *&x) { asm volatile("" : "+l"(x)); }
 // Has a register kept: through a shuffle with itself nothing can be computed anew. The whole warp calls it.
-[[maybe_unused]] DEVICE void keep(u32 &x, int lane) { x = __shfl_sync(~0u, x, lane); }
+DEVICE void keep(u32 &x, int lane) { x = __shfl_sync(~0u, x, lane); }
 // The four bytes of a and b that `selector` names.
-[[maybe_unused]] DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   u32 r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
   return r;
-}
-
-// The previous kernel on the stream has finished and its writes are visible; no global read may come before this.
-DEVICE void wait_for_previous_kernel() {
-#ifdef HAS_CLUSTER
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-DEVICE void let_next_kernel_start() {
-#ifdef HAS_CLUSTER
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
 }
 
 // --- barriers ---------------------------------------------------------------------------------------------------------
@@ -117,7 +78,7 @@ DEVICE void barrier_arrive(Barrier *b) {
   asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(b)) : "memory");
 }
 // Arrives when this thread's `cp.async` copies so far are complete.
-[[maybe_unused]] DEVICE void barrier_arrive_after_copies(Barrier *b) {
+DEVICE void barrier_arrive_after_copies(Barrier *b) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
 }
 DEVICE void barrier_wait(Barrier *b, u32 parity) {
@@ -179,17 +140,17 @@ DEVICE u32 address_in_rank(u32 address, u32 rank) {
 }
 // Stores into a peer's shared memory; `barrier`, in the peer too, counts the bytes as they arrive. So a receiver waits for its
 // data alone: no fence on the sender's side, no second barrier of the whole cluster.
-[[maybe_unused]] DEVICE void send(u32 address, u32 barrier, float x) {
+DEVICE void send(u32 address, u32 barrier, float x) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
                "r"(__float_as_uint(x)), "r"(barrier)
                : "memory");
 }
-[[maybe_unused]] DEVICE void send(u32 address, u32 barrier, float2 x) {
+DEVICE void send(u32 address, u32 barrier, float2 x) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
                "f"(x.x), "f"(x.y), "r"(barrier)
                : "memory");
 }
-[[maybe_unused]] DEVICE void send(u32 address, u32 barrier, float4 x) {
+DEVICE void send(u32 address, u32 barrier, float4 x) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
                "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
                : "memory");
@@ -209,29 +170,6 @@ DEVICE float log2_approx(float x) {
   return y;
 }
 
-// `lo` in the lower half.
-DEVICE u32 pack_fp16(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-DEVICE u32 pack_bf16(float lo, float hi) {
-  u32 r;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo));
-  return r;
-}
-DEVICE u32 pack_product(float lo, float hi) { return PRODUCT_BF16 ? pack_bf16(lo, hi) : pack_fp16(lo, hi); }
-
-DEVICE float2 unpack_fp16(u32 x) {
-  float2 r;
-  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(r.x), "=f"(r.y) : "r"(x));
-  return r;
-}
-DEVICE u32 multiply_fp16(u32 a, u32 b) {
-  u32 r;
-  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
-  return r;
-}
 // Both halves times one half of `b`: the instruction takes it from there, which a permutation before it would not know.
 template <int HALF> DEVICE u32 multiply_fp16_by(u32 a, u32 b) {
   u32 r;
@@ -241,11 +179,6 @@ template <int HALF> DEVICE u32 multiply_fp16_by(u32 a, u32 b) {
     asm("{.reg .b16 x, y; .reg .b32 s; mov.b32 {x, y}, %2; mov.b32 s, {y, y}; mul.rn.f16x2 %0, %1, s;}" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
-DEVICE float2 unpack_bf16(u32 x) { return make_float2(__uint_as_float(x << 16), __uint_as_float(x & 0xffff0000u)); }
-
-// 2^e as a float, for -126 <= e <= 127.
-DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
-
 // --- matrix fragments -------------------------------------------------------------------------------------------------
 DEVICE void load_matrices(u32 address, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -256,16 +189,4 @@ DEVICE void load_matrices_transposed(u32 address, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
-}
-
-// c += a (16 x 16, row) * b (16 x 8, column), fp32 accumulation.
-DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
-  if constexpr (PRODUCT_BF16)
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-  else
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }

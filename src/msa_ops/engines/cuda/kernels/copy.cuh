@@ -48,13 +48,13 @@ struct Ring {
 DEVICE bool scales_gathered(const Params &p) { return p.scale_layout == SCALES_GATHERED; }
 
 // Four bytes, or zeros without reading.
-[[maybe_unused]] DEVICE void copy_word(u32 to, const u8 *from, bool used) {
+DEVICE void copy_word(u32 to, const u8 *from, bool used) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(used ? 4 : 0) : "memory");
 }
 
 // Scales in the 128x4 tiled layout whose rows are not one page's, or do not start on 16 bytes: word by word. A flat cache counts
 // (token, KV head) rows, so that a head's rows lie kv_heads apart.
-[[maybe_unused]] DEVICE void gather_scales(const Params &p, u32 to, const u8 *scales, const TileSource &tile, int head, int lane) {
+DEVICE void gather_scales(const Params &p, u32 to, const u8 *scales, const TileSource &tile, int head, int lane) {
 #pragma unroll
   for (int i = 0; i < TILE / 32; i++) {
     const int r = i * 32 + lane;
@@ -96,7 +96,7 @@ DEVICE void clear_unused_rows(u8 *v, const TileInfo &info, int thread) {
 }
 
 // A page's scales of one head, 1,024 bytes.
-[[maybe_unused]] DEVICE void copy_scales(u32 to, const u8 *from, u32 barrier, u64 policy) {
+DEVICE void copy_scales(u32 to, const u8 *from, u32 barrier, u64 policy) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
                "l"(from), "n"(SCALE_BYTES), "r"(barrier), "l"(policy)
                : "memory");
@@ -106,7 +106,7 @@ DEVICE int full_arrivals(const Params &) { return 33; } // every lane's copies, 
 #endif
 
 // Unattended rows' scales of V become 0, because they may be NaN: every e2m1 code is finite, so the codes may stay.
-[[maybe_unused]] DEVICE void clear_unused_scales(const Params &p, u8 *scales, const TileInfo &info, int thread) {
+DEVICE void clear_unused_scales(const Params &p, u8 *scales, const TileInfo &info, int thread) {
 #pragma unroll 1
   for (int row = thread; row < TILE; row += GROUP_THREADS) {
     if (row >= info.lo && row < info.hi) continue;
@@ -123,13 +123,6 @@ DEVICE int full_arrivals(const Params &) { return 33; } // every lane's copies, 
 #ifdef HAS_CLUSTER
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the copy engine writes there again
 #endif
-}
-
-// K and V are read once: their lines leave L2 before any other. (Also what keeps a deep ring from crowding L2: kernel-notes.)
-DEVICE u64 l2_evict_first() {
-  u64 policy;
-  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
 }
 
 #ifndef HAS_CLUSTER

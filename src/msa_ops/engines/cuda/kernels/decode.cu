@@ -277,7 +277,7 @@ DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u
   RingPosition<STAGES> at;
   int unused = STAGES; // stages that nothing was copied into yet
   const int splits = p.splits.value;
-  const u64 policy = l2_evict_first();
+  const u64 policy = l2_evict_first(); // K and V are read once. Also what keeps a deep ring from crowding L2: kernel-notes
   auto copy = [&](const TileSource &tile, int head) {
     copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, at.parity, unused == 0, policy, lane);
     unused = max(unused - 1, 0);
@@ -423,17 +423,16 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
 DEVICE void prefetch_tables(const Params &p, u32 first, int lane) {
 #ifdef HAS_CLUSTER
   const Item item(p, first);
-  auto prefetch = [](const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); };
   if (lane == 0) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&p.k_map) : "memory");
     asm volatile("prefetch.tensormap [%0];" ::"l"(&p.v_map) : "memory");
-    prefetch(p.lengths + item.request * p.lengths_step);
-    if (p.q_offset) prefetch(p.q_offset + item.request * p.q_offset_step);
+    prefetch_line(p.lengths + item.request * p.lengths_step);
+    if (p.q_offset) prefetch_line(p.q_offset + item.request * p.q_offset_step);
   }
-  if (lane * 32 < p.topk) prefetch(p.ids + item.head * p.ids_head + item.token * p.ids_token + lane * 32);
-  if (p.paged && lane * 32 < p.table_width) prefetch(p.table + item.request * p.table_row + lane * 32);
+  if (lane * 32 < p.topk) prefetch_line(p.ids + item.head * p.ids_head + item.token * p.ids_token + lane * 32);
+  if (p.paged && lane * 32 < p.table_width) prefetch_line(p.table + item.request * p.table_row + lane * 32);
   if (lane < item.rows)
-    prefetch(p.q + item.token * p.q_token + ((i64)item.head * p.group + item.row0 + lane) * p.q_head);
+    prefetch_line(p.q + item.token * p.q_token + ((i64)item.head * p.group + item.row0 + lane) * p.q_head);
 #endif
 }
 

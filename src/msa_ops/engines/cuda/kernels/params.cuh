@@ -4,13 +4,6 @@ enum QueryType { QUERY_BF16 = 0, QUERY_FP16 = 1, QUERY_FP8 = 2 };
 enum ScaleLayout { SCALES_TILED = 0, SCALES_PLANAR = 1, SCALES_GATHERED = 2 }; // how copy.cuh leaves them in a stage
 enum PartialType { PARTIAL_FP32 = 0, PARTIAL_BF16 = 1, PARTIAL_FP16 = 2, PARTIAL_FP8 = 3 };
 
-// Division by a number known at launch, for dividends below 2^31.
-struct Divisor {
-  u32 value, multiplier, shift; // multiplier 0: a divisor of 1
-  __device__ __forceinline__ u32 quotient(u32 n) const { return multiplier ? __umulhi(n, multiplier) >> shift : n; }
-  __device__ __forceinline__ u32 remainder(u32 n) const { return n - quotient(n) * value; }
-};
-
 // A tensor map of the driver (cuTensorMapEncodeTiled), opaque.
 struct alignas(64) TensorMap {
   u64 words[16];

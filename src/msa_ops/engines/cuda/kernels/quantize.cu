@@ -3,24 +3,6 @@
 // left to the compiler's contraction: products and sums have their rounding in their name.
 //
 // A thread has 16 elements, which share one NVFP4 scale; 8 threads have a row. Nothing is shared between threads.
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef long long i64;
-
-#define DEVICE static __device__ __forceinline__
-#define DEVICE_MEMBER __device__ __forceinline__
-
-#if __CUDA_ARCH__ >= 890
-#define HAS_E4M3_CVT 1 // cvt.rn.satfinite.e4m3x2.f32
-#endif
-#if __CUDA_ARCH__ >= 900
-#define HAS_DEPENDENT_LAUNCH 1
-#endif
-#if __CUDA_ARCH__ >= 1000 && (defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__))
-#define HAS_E2M1_CVT 1 // cvt.rn.satfinite.e2m1x2.f32, on the `a` and `f` targets alone
-#endif
-
 constexpr int GROUP = 16;      // elements of a thread, and of an NVFP4 scale
 constexpr int CODE_BYTES = 64; // of an NVFP4 row
 constexpr int PAGE = 128;      // tokens of a page, and rows of a tile of scales
@@ -32,13 +14,6 @@ constexpr u32 INFINITY_BITS = 0x7f800000u;
 
 // --- parameters -------------------------------------------------------------------------------------------------------
 enum Fault { FAULT_X = 0, FAULT_FACTOR = 1 }; // words of `faults`
-
-// Division by a number known at launch, for dividends below 2^31.
-struct Divisor {
-  u32 value, multiplier, shift; // multiplier 0: a divisor of 1
-  DEVICE_MEMBER u32 quotient(u32 n) const { return multiplier ? __umulhi(n, multiplier) >> shift : n; }
-  DEVICE_MEMBER u32 remainder(u32 n) const { return n - quotient(n) * value; }
-};
 
 struct RowsParams {
   const u8 *x;
@@ -80,19 +55,6 @@ struct WriteParams {
 };
 
 // --- names for instructions -------------------------------------------------------------------------------------------
-// The previous kernel on the stream has finished and its writes are visible; nothing may be read or written before.
-DEVICE void wait_for_previous_kernel() {
-#ifdef HAS_DEPENDENT_LAUNCH
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-DEVICE void let_next_kernel_start() {
-#ifdef HAS_DEPENDENT_LAUNCH
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
 // The larger of two magnitudes, in both halves; NaN if one is. The sign means nothing.
 #if __CUDA_ARCH__ >= 860
 DEVICE u32 larger_bf16(u32 a, u32 b) {

@@ -65,24 +65,6 @@ struct QueryRows {
     }
   }
 
-  // bf16 spans far more than fp16: a power of two per row brings its largest element to [2^14, 2^15), and every element
-  // down to 2^-24 of that keeps its bits. Returns the inverse power. Sixteen neighbouring lanes hold one row.
-  static DEVICE_MEMBER float narrow_row(u32 (&w)[4]) {
-    u32 largest = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) largest = max(largest, max(w[j] & 0x7fffu, (w[j] >> 16) & 0x7fffu));
-#pragma unroll
-    for (int d = 8; d >= 1; d >>= 1) largest = max(largest, __shfl_xor_sync(~0u, largest, d));
-    const int shift = max(-126, min(126, 14 + 127 - (int)(largest >> 7)));
-    const float factor = power_of_two(shift);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float2 x = unpack_bf16(w[j]);
-      w[j] = pack_fp16(x.x * factor, x.y * factor);
-    }
-    return power_of_two(-shift);
-  }
-
   // Pairs of dims 8c .. 8c+7 of one row. The order of dims inside a 16-dim step of the product is free as long as q and K
   // agree; it is chosen so that one 32-bit word of stored K widens to a lane's two operand registers.
   static DEVICE_MEMBER void put(u8 *operand, int row, int c, const u32 (&w)[4]) {

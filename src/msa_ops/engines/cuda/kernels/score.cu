@@ -12,7 +12,6 @@
 constexpr int HEAD_DIM = 128;
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr bool SCALED = KV_FORMAT == KV_NVFP4;
-constexpr bool PRODUCT_BF16 = KV_FORMAT == KV_BF16; // operand type of the products: bf16 for bf16 keys, else fp16
 constexpr int ROW_BYTES = SCALED ? HEAD_DIM / 2 : KV_FORMAT == KV_FP8 ? HEAD_DIM : HEAD_DIM * 2;
 constexpr int CHUNKS = ROW_BYTES / 64;           // loads of a lane for a key
 constexpr int SCALE_TILE_BYTES = 8 * BLOCK_KEYS; // of 128 rows in the 128x4 tiled layout
@@ -244,24 +243,6 @@ template <int COLUMNS> struct QueryRows {
     return chunk;
   }
 
-  // bf16 spans far more than fp16: a power of two per row brings its largest element to [2^14, 2^15), and every element
-  // down to 2^-24 of that keeps its bits. Returns the inverse power. Sixteen neighbouring lanes have one row.
-  static DEVICE_MEMBER float narrow_row(u32 (&w)[4]) {
-    u32 largest = 0;
-#pragma unroll
-    for (int j = 0; j < 4; j++) largest = max(largest, max(w[j] & 0x7fffu, (w[j] >> 16) & 0x7fffu));
-#pragma unroll
-    for (int d = 8; d >= 1; d >>= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, d));
-    const int shift = max(-126, min(126, 14 + 127 - (int)(largest >> 7)));
-    const float factor = power_of_two(shift);
-#pragma unroll
-    for (int j = 0; j < 4; j++) {
-      const float2 x = unpack_bf16(w[j]);
-      w[j] = pack_fp16(x.x * factor, x.y * factor);
-    }
-    return power_of_two(-shift);
-  }
-
   // An fp16 pair as the sum of two bf16 pairs.
   static DEVICE_MEMBER void split(u32 pair, u32 &high, u32 &low) {
     const float2 x = unpack_fp16(pair);
@@ -442,7 +423,7 @@ DEVICE void fill_unseen(const ScoreParams &p) {
 // Brings into L2, while the kernel before may still be running, the tables of where this thread block's part begins if all
 // requests are as long as there are blocks. Hints: the reads come after the wait.
 DEVICE void prefetch_inputs(const ScoreParams &p, u32 index, int lane) {
-#ifdef HAS_DEPENDENT_LAUNCH
+#ifdef HAS_CLUSTER
   const float place = index * p.requests_per_worker;
   const int request = min((int)place, p.batch - 1), block = min((int)((place - request) * p.blocks), p.table_width - 1);
   const int token = p.batch == 1 ? 0 : min(request * (p.total_q / p.batch), p.total_q - 1);

@@ -3,12 +3,6 @@ constexpr int BLOCK_KEYS = 128; // keys of a block, and tokens of a page
 
 enum QueryType { QUERY_BF16 = 0, QUERY_FP16 = 1, QUERY_FP8 = 2, QUERY_NVFP4 = 3 };
 
-// Division by a number known at launch, for dividends below 2^31.
-struct Divisor {
-  u32 value, multiplier, shift; // multiplier 0: a divisor of 1
-  DEVICE_MEMBER u32 quotient(u32 n) const { return multiplier ? __umulhi(n, multiplier) >> shift : n; }
-};
-
 // score.py packs the same fields in the same order. Strides of q and k are bytes, others elements.
 struct ScoreParams {
   const u8 *q, *k;

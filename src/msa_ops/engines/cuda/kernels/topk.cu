@@ -7,19 +7,6 @@
 // many reach the floor because they are equal, a search by digits finds the cut instead.
 //
 // Up to 256 blocks a row is one warp's, with its scores in registers; longer rows are a thread block's.
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#define DEVICE static __device__ __forceinline__
-#define ALL_LANES 0xffffffffu
-
-// Division by a number known at launch, for dividends below 2^31.
-struct Divisor {
-  u32 value, multiplier, shift; // multiplier 0: a divisor of 1
-  __device__ __forceinline__ u32 quotient(u32 n) const { return multiplier ? __umulhi(n, multiplier) >> shift : n; }
-};
-
 // Strides are elements. topk.py packs the same fields in the same order.
 struct TopkParams {
   const float *score;
@@ -32,22 +19,6 @@ struct TopkParams {
   Divisor tokens, seqlen_q;
   int rows, blocks, topk, begin, end, extent, from_lengths, causal, has_q_offset, q_offset_int;
 };
-
-// The previous kernel on the stream has finished and its writes are visible; nothing may be read or written before.
-DEVICE void wait_for_previous_kernel() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-}
-
-DEVICE void let_next_kernel_start() {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
-}
-
-// To the second-level cache only, which the writes of the previous kernel pass through: allowed before the wait.
-DEVICE void prefetch(const void *address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
 
 // Ascends with the score, -0 as 0; 0 for -inf and NaN. Others lie between those of the lowest number and of +inf.
 constexpr u32 LOWEST_KEY = 0x00800000u, INFINITY_KEY = 0xff800000u;
@@ -101,15 +72,15 @@ struct Row {
 };
 
 DEVICE void prefetch_extent(const TopkParams &p, const Row &row) {
-  if (p.extents) prefetch(p.extents + row.request * p.extents_step);
-  if (p.q_offset) prefetch(p.q_offset + row.request * p.q_offset_step);
+  if (p.extents) prefetch_line(p.extents + row.request * p.extents_step);
+  if (p.q_offset) prefetch_line(p.q_offset + row.request * p.q_offset_step);
 }
 
 constexpr int SECTOR = 8; // scores of one access to memory
 
 // Of a row whose scores lie side by side.
 DEVICE void prefetch_scores(const TopkParams &p, const Row &row, int thread) {
-  if (p.score_block == 1 && thread * SECTOR < p.blocks) prefetch(row.score + thread * SECTOR);
+  if (p.score_block == 1 && thread * SECTOR < p.blocks) prefetch_line(row.score + thread * SECTOR);
 }
 
 // Blocks that exist for the row's token.
@@ -327,7 +298,7 @@ template <int KEYS> DEVICE void select_by_tokens(const TopkParams &p, TokensShar
   const u32 index = blockIdx.x * TOKENS + warp;
   const Row row(p, min(index, (u32)p.rows - 1)), read(p, min(blockIdx.x * TOKENS + token, (u32)p.rows - 1));
   const float *at = read.score + first * p.score_block;
-  if (token * 32 + first < p.blocks) prefetch(at + token * 32 * p.score_block); // its neighbours the other sectors
+  if (token * 32 + first < p.blocks) prefetch_line(at + token * 32 * p.score_block); // its neighbours the other sectors
   prefetch_extent(p, row);
   wait_for_previous_kernel();
   let_next_kernel_start();

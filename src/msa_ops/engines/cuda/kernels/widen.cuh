@@ -1,4 +1,42 @@
-// Widening of stored K and V to the operand type of the products, exact for every finite value.
+// From stored values to operands of the products: bf16 for bf16 K and V, else fp16. Widening is exact for every finite value.
+#define KV_BF16 0
+#define KV_FP16 1
+#define KV_FP8 2
+#define KV_NVFP4 3
+
+constexpr bool PRODUCT_BF16 = KV_FORMAT == KV_BF16;
+
+DEVICE u32 pack_product(float lo, float hi) { return PRODUCT_BF16 ? pack_bf16(lo, hi) : pack_fp16(lo, hi); }
+
+// c += a (16 x 16, row) * b (16 x 8, column), fp32 accumulation.
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1) {
+  if constexpr (PRODUCT_BF16)
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  else
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// bf16 spans far more than fp16: a power of two per row brings its largest element to [2^14, 2^15), and every element
+// down to 2^-24 of that keeps its bits. Returns the inverse power. Sixteen neighbouring lanes hold one row.
+DEVICE float narrow_row(u32 (&w)[4]) {
+  u32 largest = 0;
+#pragma unroll
+  for (int j = 0; j < 4; j++) largest = max(largest, max(w[j] & 0x7fffu, (w[j] >> 16) & 0x7fffu));
+#pragma unroll
+  for (int d = 8; d >= 1; d >>= 1) largest = max(largest, __shfl_xor_sync(ALL_LANES, largest, d));
+  const int shift = max(-126, min(126, 14 + 127 - (int)(largest >> 7)));
+  const float factor = power_of_two(shift);
+#pragma unroll
+  for (int j = 0; j < 4; j++) {
+    const float2 x = unpack_bf16(w[j]);
+    w[j] = pack_fp16(x.x * factor, x.y * factor);
+  }
+  return power_of_two(-shift);
+}
 
 // Four e4m3 bytes to two fp16 pairs: bytes 0, 1 and bytes 2, 3.
 DEVICE void widen_fp8(u32 x, u32 &lo, u32 &hi) {
