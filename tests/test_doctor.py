@@ -155,7 +155,8 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
             shape = plan.Shape(route.kv, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
             taken = plan.plan_for(shape, facts, functools.partial(plan.typical_room, facts))
             assert taken.combine.name.lower() == ("none" if special else way)
-            want = special or plan.choose_variant(route.kv, facts)
+            usual = plan.joint_variant if way == "joint" else plan.choose_variant
+            want = special or usual(route.kv, facts)
             assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
     assert tested == set(plan.variants_for(facts, tuple(KVFormat)))
@@ -227,8 +228,8 @@ def test_a_whole_gpu_machine_is_well() -> None:
     assert len(on_gpu) == len(selftest.routes())
     for route in on_gpu:
         special = ["wide", "dense-3", "dense-4"] if route.kv == "nvfp4" else ["wide"]
-        assert route.engine == "cuda" and len(route.kernels) == 1 + len(special)
-        assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
+        assert route.engine == "cuda" and len(route.kernels) == 2 + len(special)
+        assert [t.way for t in route.tests] == ["none", "cluster", "scratch", "joint", *special]
 
 
 CHECKOUT = "  # in a checkout of msa_ops"
@@ -530,7 +531,7 @@ def test_the_plain_report_of_a_gpu_machine_can_be_pasted(capsys: pytest.CaptureF
     assert max(len(line) for line in text.splitlines()) <= 120
     for part in (
         "NVIDIA H200, compute capability 9.0 (supported, sm_90)", "580.159.04, serves CUDA 13.0", "2.13.0+cu130 (CUDA 13.0)",
-        "fp8-g1w4t128s3b2", "nvfp4-g1w4t128s3b3", "ok: none, cluster, scratch,", "All well: ",
+        "fp8-g1w4t128s3b2", "nvfp4-g1w4t128s3b3", "ok: none, cluster,", "All well: ",
     ):  # fmt: skip
         assert part in " ".join(text.split()), part
 

@@ -20,7 +20,15 @@ import torch
 from torch import Tensor
 
 from .contract import _KV_FORMAT, _KV_FORMATS_OF_Q, _OUT_DTYPE, BLOCK_SIZE, HEAD_DIM, KVFormat, KVLayout, ScaleLayout
-from .engines.cuda.plan import DeviceFacts, Variant, choose_variant, dense_variants, wide_variant
+from .engines.cuda.plan import (
+    Combine,
+    DeviceFacts,
+    Variant,
+    choose_variant,
+    dense_variants,
+    joint_variant,
+    wide_variant,
+)
 
 ROW_TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 6e-4}
 """Largest ``norm(out - exact) / norm(exact)`` of an output row, by output dtype: one rounding of the weights and one of the
@@ -101,7 +109,9 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """Names of the kernels that serve a route on a GPU; empty on the CPU (`facts` None)."""
     if facts is None:
         return ()
-    return tuple(v.name for v in (choose_variant(route.kv, facts), *_special(route, facts).values()))
+    joint = joint_variant(route.kv, facts)
+    usual = [choose_variant(route.kv, facts), *([] if joint is None else [joint])]
+    return tuple(v.name for v in (*usual, *_special(route, facts).values()))
 
 
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
@@ -110,7 +120,13 @@ def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     if facts is None:
         return ("segments",)
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
+    if joint_variant(route.kv, facts) is not None:
+        found.append("joint")
     return (*found, *_special(route, facts))
+
+
+_FORCED = tuple(combine.name.lower() for combine in Combine)
+"""Ways that MSA_OPS_COMBINE asks for; others are kernels that a call's size asks for."""
 
 
 def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
@@ -255,10 +271,11 @@ def _call(device: str, route: Route, way: str, size: _Size) -> tuple[Tensor, Ten
 
     with _one_thread():
         args, kwargs = _arguments(route, size, device)
-    with _forced(None if way in ("segments", "wide", "dense") else way):
+    forced = way in _FORCED
+    with _forced(way if forced else None):
         how = explain(*args, **kwargs)
         result = msa_sparse_decode_attention(*args, **kwargs)
-    special = way in ("wide", "dense")
+    special = not forced and way != "segments"
     want = "none" if special else way
     if how.route != want:
         raise RuntimeError(f"the call took the route {how.route}, not {want}: {how.why}")

@@ -268,6 +268,7 @@ def _cuda_shape(shape: CallShape) -> Shape:
         shape.force_fused,
         launch._forced_combine(),
         launch._forced_plan(),
+        shape.seqlen_q,
     )
 
 
