@@ -503,6 +503,26 @@ def test_items_beyond_a_grid_dimension(route: str) -> None:
     assert relative_error(out[some], exact_output(call, some)) <= ROW_TOLERANCE[torch.bfloat16]
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 3, 5])
+@pytest.mark.parametrize("batch", [20, 70, 110])
+def test_a_long_list_that_ends_empty(blocks: int, batch: int) -> None:
+    """The last 32 of 64 ids name no block: after its tiles an item has a mark, in a stage that was used before. By the
+    number of items NVFP4 has two, three or four blocks a multiprocessor."""
+    shape = Shape("nvfp4-planar", batch, 64, 4, context=12_000, topk=64, blocks=(blocks,) * batch)
+    generator = torch.Generator("cuda").manual_seed(2)
+    call = make_calls(shape, make_pool("nvfp4-planar", 12_000, 4, generator), 1, generator)[0]
+    pool = call.pool
+    for _ in range(8):
+        out = msa_sparse_decode_attention(
+            call.q, pool.k, pool.v, call.q2k_indices, page_table=call.page_table, seqused_k=call.seqused_k,
+            k_scale=pool.k_scale, v_scale=pool.v_scale, k_global_scale=pool.k_global_scale,
+            v_global_scale=pool.v_global_scale,
+        )  # fmt: skip
+        assert isinstance(out, torch.Tensor)
+    expected = exact_output(call, torch.arange(batch, device="cuda"))
+    assert relative_error(out, expected) <= ROW_TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
 @pytest.mark.parametrize("dim", [0, 1])
 def test_an_expanded_cache(kv_dtype: str, dim: int) -> None:

@@ -241,8 +241,10 @@ def test_extents_and_forced_blocks_of_every_kind(seed: int) -> None:
 
     for _ in range(60):
         blocks = (draw(0, 40), draw(0, 256), draw(0, 1100), draw(0, 9000))[draw(0, 3)]
-        heads, tokens = draw(1, 3), draw(1, 5)
+        heads, tokens = draw(1, 3), (draw(1, 5), draw(8, 11))[draw(0, 1)]  # eight tokens or more are read together
         score = list(KINDS.values())[draw(0, len(KINDS) - 1)](generator, (heads, blocks, tokens))
+        if draw(0, 1):
+            score = score.transpose(1, 2).contiguous().transpose(1, 2)
         each = torch.tensor([draw(-2, blocks + 2) for _ in range(tokens)], dtype=torch.int32)
         extent = (None, draw(0, blocks), each)[draw(0, 2)]
         forced = (
@@ -270,7 +272,7 @@ def test_extents_worked_out_from_lengths(seqlen_q: int, causal: bool, offset: in
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("blocks", [50, 700, 3000, 9000])
+@pytest.mark.parametrize("blocks", [50, 200, 700, 3000, 9000])
 def test_any_strides_of_scores_and_ids(blocks: int) -> None:
     generator = torch.Generator().manual_seed(4)
     score = torch.randn(3, blocks, 5, generator=generator)
@@ -295,10 +297,12 @@ def test_any_strides_of_scores_and_ids(blocks: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 255, 256, 257, 1023, 4098])
 def test_many_rows(tokens: int) -> None:
-    """From a block for each warp to blocks of four, the last one not full."""
+    """More rows than the device holds at once, the last thread block not full; tokens innermost, and blocks."""
     generator = torch.Generator().manual_seed(5)
     extent = torch.randint(0, 140, (tokens,), generator=generator).int()
-    assert_same_ids(torch.randint(-9, 9, (3, 130, tokens), generator=generator).float(), 16, extent, 0, 1)
+    score = torch.randint(-9, 9, (3, 130, tokens), generator=generator).float()
+    for given in (score, score.transpose(1, 2).contiguous().transpose(1, 2)):
+        assert_same_ids(given, 16, extent, 0, 1)
     if tokens < 300:
         assert_same_ids(torch.randn(3, 1500, tokens, generator=generator), 16, extent, 0, 1)
 

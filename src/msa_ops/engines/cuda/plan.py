@@ -88,9 +88,8 @@ class Variant:
         return 1024 if self.groups == 1 else 2048
 
     def dynamic_bytes(self, combine: Combine) -> int:
-        """Dynamic shared memory: the copy ring, each group's two buffers of weights, the query (NVFP4, four blocks), NVFP4's
-        scales of V where they are put in order, and where
-        partial results meet."""
+        """Dynamic shared memory: the copy ring, each group's two buffers of weights, the query (NVFP4, four blocks),
+        NVFP4's scales of V where they are put in order, and where partial results meet."""
         scaled = self.kv_format is KVFormat.NVFP4
         stage = self.tile * (ROW_BYTES[self.kv_format] + scaled * SCALES_PER_ROW) * 2
         value_scales = scaled * self.tile * SCALES_PER_ROW

@@ -10,8 +10,8 @@ constexpr int SIDE_BYTES = TILE * ROW_BYTES; // K or V of a tile
 constexpr bool SCALED = KV_FORMAT == KV_NVFP4;
 constexpr int SCALE_BYTES = SCALED ? TILE * 8 : 0; // block scales of K or V of a tile
 constexpr int STAGE_BYTES = 2 * (SIDE_BYTES + SCALE_BYTES); // K, V, scales of K, scales of V
-// A ring of two stages gives K's place back when the scores are taken, a tile's time before V's: so two tiles stay under way. With more
-// stages it was slower, by 3% from 256 items of fp8 on.
+// A ring of two stages gives K's place back when the scores are taken, a tile's time before V's: so two tiles stay under
+// way. With more stages it was slower, by 3% from 256 items of fp8 on.
 constexpr bool EARLY_K = STAGES == 2 && MIN_BLOCKS >= 4;
 static_assert(!SCALED || TILE == BLOCK_KEYS, "the scales of a block are copied whole");
 
@@ -161,7 +161,9 @@ DEVICE void copy_tile(const Params &p, const TileSource &tile, int head, u8 *sta
       Barrier *const full = side ? &ring.v_full[slot] : &ring.k_full[slot];
       const u32 barrier = shared_address(full);
       const u32 scales = SCALED && !gathered ? SCALE_BYTES : 0;
-      if (used && (EARLY_K || !side)) barrier_wait(EARLY_K && !side ? &ring.k_empty[slot] : &ring.empty[slot], parity ^ 1);
+      // A mark waits for all of the stage at once: nobody waits for its V, which may be given back before this lane looks again.
+      const bool apart = EARLY_K && data;
+      if (used && (apart || !side)) barrier_wait(apart && !side ? &ring.k_empty[slot] : &ring.empty[slot], parity ^ 1);
       if (!side) ring.info[slot] = tile.info;
       barrier_expect(full, data ? SIDE_BYTES + scales : 0);
       if (!data) continue;

@@ -9,7 +9,8 @@ constexpr int WEIGHT_PITCH = TILE * 2;    // bytes of a row of weights in shared
 static_assert(KEY_TILES == 1 || KEY_TILES == 2 || KEY_TILES == 4, "a warp takes 8, 16 or 32 keys of a tile");
 static_assert(DIM_TILES == 2 || DIM_TILES == 4, "a warp takes 16 or 32 dims");
 
-// Where four blocks share a multiprocessor the query operand is read from shared memory in every tile: its 32 registers are not to be had.
+// Where four blocks share a multiprocessor the query operand is read from shared memory in every tile: its 32 registers are
+// not to be had.
 constexpr bool QUERY_STAYS = SCALED && MIN_BLOCKS >= 4;
 static_assert(!QUERY_STAYS || WEIGHT_PITCH == HEAD_DIM * 2, "the query operand is read as weights are");
 static_assert(!SCALED || (KEY_TILES == 4 && DIM_TILES == 4), "NVFP4: a warp takes 32 keys, and 32 dims of one 16-byte column");

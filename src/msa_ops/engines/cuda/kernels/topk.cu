@@ -404,7 +404,7 @@ template <typename L> struct BlockRow {
   }
 
   // Fills `s.chosen` and returns true, unless the row needs a search; `least` is then a key that enough reach. All threads of
-  // the block call it; ends with a barrier.
+  // the block call it. What it leaves in shared memory is behind a barrier.
   __device__ __forceinline__ bool choose(const Forced &forced, BlockShared<L> &s, u32 &least) {
     const int t = threadIdx.x, lane = t & 31;
     least = 1;
