@@ -269,6 +269,12 @@ def test_joint_items_are_pairs_of_a_requests_tokens() -> None:
     assert planned(s, DeviceFacts.of_capability((10, 0))).combine is not Combine.JOINT
 
 
+def test_a_forced_plan_is_never_joint() -> None:
+    forced = dataclasses.replace(shape(), combine=Combine.JOINT, override=(1, 4, 64, 2, 1, 4, 0))
+    with pytest.raises(ValueError, match="MSA_OPS_PLAN names no joint variant"):
+        planned(forced, DeviceFacts.of_capability((9, 0)))
+
+
 def test_items_count_row_tiles() -> None:
     assert [shape(tokens=5, kv_heads=3, group=g).items for g in (1, 16, 17, 32, 33)] == [15, 15, 30, 30, 45]
 

@@ -282,7 +282,7 @@ def _plan_report(shape: Shape, facts: DeviceFacts, plan: LaunchPlan) -> PlanRepo
     return PlanReport(
         route=plan.combine.name.lower(),
         why=plan.why,
-        items=shape.items,
+        items=plan.items(shape),
         splits=plan.splits,
         blocks=plan.blocks,
         merge_kernel=scratch,

@@ -329,17 +329,18 @@ def _joint_plan(shape: Shape, facts: DeviceFacts) -> LaunchPlan | None:
         raise ValueError(
             f"MSA_OPS_COMBINE=joint needs compute capability 9.0, this GPU has {facts.capability[0]}.{facts.capability[1]}"
         )
-    free = shape.combine is None and shape.force_fused is None and shape.seqlen_q > 1 and _JOINT_BY_DEFAULT
+    free = shape.combine is None and shape.force_fused is None and shape.seqlen_q > 1
     if variant is None or not (forced or free) or not 1 <= shape.topk <= LIST:
         return None
     items, rounds = shape.joint_items, -(-shape.joint_items // facts.multiprocessors)
+    if not items:
+        return None
     if not forced and (shape.kv_format not in _JOINT_FORMATS or items < _JOINT_FILL * rounds * facts.multiprocessors):
         return None
     why = f"{shape.tokens} tokens as {items} joint items on {facts.multiprocessors} multiprocessors"
     return LaunchPlan(variant, Combine.JOINT, 1, min(items, facts.multiprocessors), why)
 
 
-_JOINT_BY_DEFAULT = True
 _JOINT_FORMATS = (KVFormat.BF16, KVFormat.FP16)
 _JOINT_FILL = 0.85
 """Share of the multiprocessors' time that joint items must fill, with one at a time on each."""
@@ -365,6 +366,8 @@ def _overridden(shape: Shape) -> LaunchPlan:
         raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
     if combine is Combine.CLUSTER and splits not in CLUSTER_SIZES:
         raise ValueError(f"MSA_OPS_PLAN: a cluster has 2, 4, 8 or 16 blocks, got splits = {splits}")
+    if combine is Combine.JOINT:
+        raise ValueError("MSA_OPS_PLAN names no joint variant: unset it, or MSA_OPS_COMBINE=joint")
     # A cluster serves one item, and every block of a smaller grid must keep its place among an item's blocks.
     if splits > 1 and blocks and (combine is Combine.CLUSTER or blocks % splits):
         raise ValueError(

@@ -5,7 +5,7 @@
 enum TileFlags { FOR_GROUP = 1 << 8, FINAL = 1 << 16 }; // FOR_GROUP << g: a tile of group g's; 1 << g: its last; FINAL: the item's last
 
 #if JOINT
-static_assert(GROUPS == 2, "two tokens at a time");
+static_assert(GROUPS == 2 && !EARLY_K, "two tokens at a time; a tile that is passed is given back whole");
 
 DEVICE bool is_for(const TileInfo &info, int group) { return info.last >> (8 + group) & 1; }
 DEVICE bool is_last_for(const TileInfo &info, int group) { return info.last >> group & 1; }
