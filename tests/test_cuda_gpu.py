@@ -29,7 +29,7 @@ from test_pitfalls_gpu import captured, outputs_of
 pytestmark = pytest.mark.gpu
 
 FP8 = torch.float8_e4m3fn
-ROUTES = ("none", "cluster", "scratch", "joint")
+ROUTES = ("none", "cluster", "scratch")
 SRC = str(Path(__file__).parents[1] / "src")
 Result = tuple[Tensor, Tensor]
 
@@ -44,8 +44,6 @@ def route(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> st
     name = str(request.param)
     if name == "cluster" and not has_clusters():
         pytest.skip("needs compute capability 9.0 or newer")
-    if name == "joint" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs compute capability 9.0")
     monkeypatch.setenv("MSA_OPS_COMBINE", name)
     return name
 
@@ -104,7 +102,7 @@ def test_a_forced_route_is_taken_and_right(route: str, q_dtype: str, kv_dtype: s
     result, taken = run_counted(case)
     e = explained(case)
     assert (taken, e.route) == (route, route)
-    assert (e.splits > 1) == (route in ("cluster", "scratch"))
+    assert (e.splits > 1) == (route != "none")
     assert_matches_oracle(case, result)
 
 
@@ -133,7 +131,7 @@ def test_one_tile_is_not_split(route: str) -> None:
     result, taken = run_counted(case)
     e = explained(case)
     assert "t128" in e.variant, "a tile was meant to be a block here"
-    assert taken == e.route == ("joint" if route == "joint" else "none")
+    assert taken == e.route == "none"
     assert_matches_oracle(case, result)
 
 

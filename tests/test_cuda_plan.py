@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -82,7 +81,7 @@ def test_every_plan_can_be_launched(capability: tuple[int, int]) -> None:
             assert p.variant.dynamic_bytes(p.combine) <= p.variant.shared_bytes, "the limit that launch.py asks for"
             assert 1 <= p.splits <= tiles(s, p), "a block without a tile"
             assert p.blocks % p.splits == 0 and 1 <= p.blocks <= min(s.items * p.splits, MAX_GRID)
-            assert (p.combine in (Combine.NONE, Combine.JOINT)) == (p.splits == 1)
+            assert (p.combine is Combine.NONE) == (p.splits == 1)
             if p.combine is Combine.CLUSTER:
                 assert p.splits in (2, 4, 8, 16) and p.splits <= facts.max_cluster
                 assert p.blocks == s.items * p.splits, "a cluster serves one item"
@@ -228,51 +227,15 @@ def test_a_forced_combine_is_taken(capability: tuple[int, int]) -> None:
                 with pytest.raises(ValueError, match=r"MSA_OPS_COMBINE=cluster needs compute capability 9\.0"):
                     planned(forced, facts)
                 continue
-            if combine is Combine.JOINT and capability != (9, 0):
-                with pytest.raises(ValueError, match=r"MSA_OPS_COMBINE=joint needs compute capability 9\.0"):
-                    planned(forced, facts)
-                continue
             p = planned(forced, facts)
-            # One tile cannot be split, and joint items have one list of ids.
-            possible = s.topk <= 32 if combine is Combine.JOINT else tiles(s, p) > 1
-            assert p.combine is (combine if possible else Combine.NONE), (forced, p)
+            # One tile cannot be split.
+            assert p.combine is (combine if tiles(s, p) > 1 else Combine.NONE), (forced, p)
 
 
 def test_scratch_holds_every_partial_row() -> None:
     values, state = plan.scratch_elements(shape(tokens=3, kv_heads=2, group=20), splits=5)
     rows = 3 * 2 * 2 * 5 * ROW_TILE  # a group of 20 takes two row tiles
     assert (values, state) == (rows * 128, rows * 2)
-
-
-def test_joint_items_are_pairs_of_a_requests_tokens() -> None:
-    facts = DeviceFacts.of_capability((9, 0))
-
-    def tokens(batch: int, seqlen_q: int, **changes: Any) -> plan.Shape:
-        kv_format = changes.pop("kv_format", KVFormat.BF16)
-        return dataclasses.replace(shape(kv_format, batch * seqlen_q), seqlen_q=seqlen_q, **changes)
-
-    s = tokens(32, 3)
-    assert (s.items, s.token_groups, s.joint_items) == (32 * 3 * 4, 2, 32 * 2 * 4)
-    p = planned(s, facts)
-    assert (p.combine, p.splits, p.blocks, p.items(s)) == (Combine.JOINT, 1, 132, 256)
-    assert p.variant == plan.joint_variant(KVFormat.BF16, facts) and p.variant.joint
-    for other in (
-        tokens(96, 1),
-        tokens(8, 4),  # 64 joint items leave half of the multiprocessors idle
-        tokens(32, 3, force_fused=True),
-        tokens(32, 3, force_fused=False),
-        tokens(32, 3, topk=33),
-        tokens(32, 3, combine=Combine.NONE),
-    ):
-        p = planned(other, facts)
-        assert p.combine is not Combine.JOINT and p.items(other) == other.items
-    assert planned(s, DeviceFacts.of_capability((10, 0))).combine is not Combine.JOINT
-
-
-def test_a_forced_plan_is_never_joint() -> None:
-    forced = dataclasses.replace(shape(), combine=Combine.JOINT, override=(1, 4, 64, 2, 1, 4, 0))
-    with pytest.raises(ValueError, match="MSA_OPS_PLAN names no joint variant"):
-        planned(forced, DeviceFacts.of_capability((9, 0)))
 
 
 def test_items_count_row_tiles() -> None:
@@ -288,12 +251,11 @@ def test_forced_values_are_read_and_bad_ones_named(monkeypatch: pytest.MonkeyPat
         ("none", Combine.NONE),
         ("Cluster", Combine.CLUSTER),
         ("SCRATCH", Combine.SCRATCH),
-        ("joint", Combine.JOINT),
     ):
         monkeypatch.setenv("MSA_OPS_COMBINE", text)
         assert launch._forced_combine() is combine
     monkeypatch.setenv("MSA_OPS_COMBINE", "clusters")
-    with pytest.raises(ValueError, match="MSA_OPS_COMBINE must be none, cluster, scratch or joint, got 'clusters'"):
+    with pytest.raises(ValueError, match="MSA_OPS_COMBINE must be none, cluster or scratch, got 'clusters'"):
         launch._forced_combine()
     monkeypatch.setenv("MSA_OPS_PLAN", "1,4,128,3,2,8,0")
     assert launch._forced_plan() == (1, 4, 128, 3, 2, 8, 0)

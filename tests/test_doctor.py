@@ -155,8 +155,7 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
             shape = plan.Shape(route.kv, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
             taken = plan.plan_for(shape, facts, functools.partial(plan.typical_room, facts))
             assert taken.combine.name.lower() == ("none" if special else way)
-            usual = plan.joint_variant if way == "joint" else plan.choose_variant
-            want = special or usual(route.kv, facts)
+            want = special or plan.choose_variant(route.kv, facts)
             assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
     assert tested == set(plan.variants_for(facts, tuple(KVFormat)))
@@ -228,8 +227,8 @@ def test_a_whole_gpu_machine_is_well() -> None:
     assert len(on_gpu) == len(selftest.routes())
     for route in on_gpu:
         special = ["wide", "dense-3", "dense-4"] if route.kv == "nvfp4" else ["wide"]
-        assert route.engine == "cuda" and len(route.kernels) == 2 + len(special)
-        assert [t.way for t in route.tests] == ["none", "cluster", "scratch", "joint", *special]
+        assert route.engine == "cuda" and len(route.kernels) == 1 + len(special)
+        assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
 
 
 CHECKOUT = "  # in a checkout of msa_ops"

@@ -54,7 +54,7 @@ def test_the_plan_is_the_engines(capability: tuple[int, int]) -> None:
     for kv in KVFormat:
         for batch in (1, 7, 22, 64):
             want = plan.plan_for(
-                plan.Shape(kv, 2 * batch, 4, 16, 16, seqlen_q=2), facts, functools.partial(plan.typical_room, facts)
+                plan.Shape(kv, 2 * batch, 4, 16, 16), facts, functools.partial(plan.typical_room, facts)
             )
             arch = f"{capability[0]}.{capability[1]}"
             got = explain_shape(shape(batch, kv.value, seqlen_q=2), arch=arch, multiprocessors=100).plan

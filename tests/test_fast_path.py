@@ -56,13 +56,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGPU]:
 
 
 @forms
-@pytest.mark.parametrize("combine", ["", "none", "cluster", "scratch", "joint"])
+@pytest.mark.parametrize("combine", ["", "none", "cluster", "scratch"])
 @pytest.mark.parametrize("facts", [HOPPER, AMPERE], ids=["9.0", "8.0"])
 def test_both_ways_ask_the_driver_for_the_same(
     gpu: FakeGPU, monkeypatch: pytest.MonkeyPatch, facts: plan.DeviceFacts, combine: str, form: str
 ) -> None:
-    if combine in ("cluster", "joint") and not facts.has_clusters:
-        pytest.skip("clusters and joint items need 9.0")
+    if combine == "cluster" and not facts.has_clusters:
+        pytest.skip("a cluster needs 9.0")
     gpu.facts = facts
     launch._state.facts[None] = facts  # type: ignore[index]
     monkeypatch.setenv("MSA_OPS_COMBINE", combine)

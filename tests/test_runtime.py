@@ -91,7 +91,7 @@ def test_stats_say_where_nvfp4_runs_and_what_capture_needs() -> None:
     stats = msa_ops.msa_decode_nvfp4_specialized_stats()
     assert stats["engines"] == {"cpu": True, "cuda": True}
     assert stats["nvfp4_variants"] == ()
-    assert set(stats["calls"]) == {"none", "cluster", "scratch", "joint"}
+    assert set(stats["calls"]) == {"none", "cluster", "scratch"}
     for words in (
         "one eager call",
         "warmup(device)",

@@ -78,8 +78,8 @@ def msa_decode_nvfp4_specialized_stats() -> dict[str, Any]:
     Returns:
         ``"engines"``: True for ``"cpu"`` and for ``"cuda"``: NVFP4 KV runs on both. ``"cuda_graph"``: what a capture needs.
         ``"nvfp4_variants"``: NVFP4 kernels loaded. ``"variants"``: kernels loaded, of every KV format. ``"calls"``: calls
-        that the CUDA engine served by route (``none``, ``cluster``, ``scratch``, ``joint``), of every KV format; calls on
-        the CPU are not counted.
+        that the CUDA engine served by route (``none``, ``cluster``, ``scratch``), of every KV format; calls on the CPU are
+        not counted.
     """
     from .engines.cuda import launch, plan
 
@@ -97,8 +97,8 @@ def msa_decode_nvfp4_specialized_stats() -> dict[str, Any]:
 class Explanation:
     """How a call is served.
 
-    `route`: how partial results meet. On CUDA ``none`` (one block an item), ``cluster`` (in shared memory, one launch),
-    ``scratch`` (in device memory, a second kernel) or ``joint`` (none, with two tokens of a request a block); on the CPU ``segments``, runs of at most 16 selected blocks merged by
+    `route`: how partial results meet. On CUDA ``none`` (one block an item), ``cluster`` (in shared memory, one launch) or
+    ``scratch`` (in device memory, a second kernel); on the CPU ``segments``, runs of at most 16 selected blocks merged by
     their log-sum-exp. `splits`: ways that an item (a token, a KV head and up to 16 of its query heads) is split. `blocks`:
     thread blocks launched, 0 on the CPU. `variant`: the kernel's name, None on the CPU. `scratch_bytes`: device memory for
     partial results. `kv_bytes`: upper bound, from shapes alone, of the distinct bytes of K and V (block scales included)

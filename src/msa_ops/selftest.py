@@ -26,7 +26,6 @@ from .engines.cuda.plan import (
     Variant,
     choose_variant,
     dense_variants,
-    joint_variant,
     wide_variant,
 )
 
@@ -109,9 +108,7 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """Names of the kernels that serve a route on a GPU; empty on the CPU (`facts` None)."""
     if facts is None:
         return ()
-    joint = joint_variant(route.kv, facts)
-    usual = [choose_variant(route.kv, facts), *([] if joint is None else [joint])]
-    return tuple(v.name for v in (*usual, *_special(route, facts).values()))
+    return tuple(v.name for v in (choose_variant(route.kv, facts), *_special(route, facts).values()))
 
 
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
@@ -120,8 +117,6 @@ def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     if facts is None:
         return ("segments",)
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
-    if joint_variant(route.kv, facts) is not None:
-        found.append("joint")
     return (*found, *_special(route, facts))
 
 

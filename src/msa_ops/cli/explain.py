@@ -268,7 +268,6 @@ def _cuda_shape(shape: CallShape) -> Shape:
         shape.force_fused,
         launch._forced_combine(),
         launch._forced_plan(),
-        shape.seqlen_q,
     )
 
 
@@ -282,7 +281,7 @@ def _plan_report(shape: Shape, facts: DeviceFacts, plan: LaunchPlan) -> PlanRepo
     return PlanReport(
         route=plan.combine.name.lower(),
         why=plan.why,
-        items=plan.items(shape),
+        items=shape.items,
         splits=plan.splits,
         blocks=plan.blocks,
         merge_kernel=scratch,

@@ -41,7 +41,7 @@ from .plan import (
 # struct Params of kernels/params.cuh, padded to its 64-byte alignment.
 ADDRESSES = 15
 _STRIDES_AND_SIZES = "18q"
-_PARAMS = struct.Struct(f"128s128s{ADDRESSES}Q{_STRIDES_AND_SIZES}2f12I14i3I60x")
+_PARAMS = struct.Struct(f"128s128s{ADDRESSES}Q{_STRIDES_AND_SIZES}2f12I14i8x")
 STRIDES_AT, FACTORS_AT, Q_OFFSET_AT = (
     struct.calcsize(f"128s128s{ADDRESSES}Q{fields}")
     for fields in ("", _STRIDES_AND_SIZES, f"{_STRIDES_AND_SIZES}2f12I7i")
@@ -215,7 +215,7 @@ def _forced_combine() -> Combine | None:
     try:
         return Combine[name.upper()]
     except KeyError:
-        raise ValueError(f"MSA_OPS_COMBINE must be none, cluster, scratch or joint, got {name!r}") from None
+        raise ValueError(f"MSA_OPS_COMBINE must be none, cluster or scratch, got {name!r}") from None
 
 
 def _forced_plan() -> tuple[int, ...] | None:
@@ -235,7 +235,7 @@ def shape_of(problem: DecodeProblem) -> Shape:
     p = problem
     return Shape(
         p.kv_format, p.tokens, p.num_kv_heads, p.group_size, p.topk, p.force_fused, _forced_combine(),
-        _forced_plan(), p.seqlen_q,
+        _forced_plan(),
     )  # fmt: skip
 
 
@@ -476,10 +476,9 @@ class _Launcher:
             k_scale[0], k_scale[1], v_scale[0], v_scale[1], k.shape[0],
             p.softmax_scale, p.output_scale,
             *divisor(shape.kv_heads), *divisor(shape.row_tiles), *divisor(p.seqlen_q), *divisor(plan.splits),
-            shape.group, shape.topk, width, plan.items(shape), plan.combine,
-            _QUERY_TYPE[q.dtype], _PARTIAL_TYPE[p.partial_dtype],
+            shape.group, shape.topk, width, shape.items, plan.combine, _QUERY_TYPE[q.dtype], _PARTIAL_TYPE[p.partial_dtype],
             offset or 0, offset is not None, p.causal, paged, scale_layout,
-            modern and paired(k), modern and paired(v), *divisor(shape.token_groups),
+            modern and paired(k), modern and paired(v),
         )  # fmt: skip
 
     def launch(self, kernel: Any, grid: Grid, dependent: bool, stream: int) -> None:

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 from ...contract import BLOCK_SIZE, HEAD_DIM, SCALES_PER_ROW, KVFormat
 
 SOURCES = (
-    "common.cuh", "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "joint.cuh", "query.cuh",
+    "common.cuh", "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh",
     "product.cuh", "softmax.cuh", "decode.cu", "merge.cu",
 )  # fmt: skip
 """Files of the decode kernel and its merge kernel, in order."""
@@ -24,8 +24,6 @@ MAX_GRID = 2**31 - 1
 SYSTEM_SHARED = 1024
 """Shared memory that the system takes of every resident block."""
 CLUSTER_SIZES = (2, 4, 8, 16)
-JOINT_TOKENS = 2
-"""Tokens that a block of a joint variant serves at once."""
 
 # Shared memory that one block may have, in bytes, by compute capability (CUDA programming guide, "technical specifications
 # per compute capability"). On a device the driver's own figure is used.
@@ -41,8 +39,6 @@ class Combine(enum.IntEnum):
     NONE = 0
     CLUSTER = 1
     SCRATCH = 2
-    JOINT = 3
-    """Nowhere, as nothing is split; but a block serves two tokens of a request, and reads once what both selected."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +51,10 @@ class Variant:
     tile: int
     stages: int
     min_blocks: int
-    joint: bool = False
 
     @property
     def name(self) -> str:
-        ending = "-joint" * self.joint
-        return f"{self.kv_format.value}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}{ending}"
+        return f"{self.kv_format.value}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -75,7 +69,6 @@ class Variant:
             f"-DTILE={self.tile}",
             f"-DSTAGES={self.stages}",
             f"-DMIN_BLOCKS={self.min_blocks}",
-            f"-DJOINT={int(self.joint)}",
         )
 
     @property
@@ -163,7 +156,6 @@ class Shape:
     """Forced by MSA_OPS_COMBINE; None: chosen."""
     override: tuple[int, ...] | None = None
     """Forced by MSA_OPS_PLAN, for measurements: groups, warps, tile, stages, min_blocks, splits, blocks (0: all)."""
-    seqlen_q: int = 1
 
     @property
     def row_tiles(self) -> int:
@@ -173,16 +165,6 @@ class Shape:
     def items(self) -> int:
         """Pieces of work that share nothing: token, KV head, and 16 of its query heads."""
         return self.tokens * self.kv_heads * self.row_tiles
-
-    @property
-    def token_groups(self) -> int:
-        """Groups of two tokens of a request."""
-        return -(-self.seqlen_q // JOINT_TOKENS)
-
-    @property
-    def joint_items(self) -> int:
-        """Pieces of work where a group of tokens is one."""
-        return self.tokens // self.seqlen_q * self.token_groups * self.kv_heads * self.row_tiles
 
 
 @dataclass(frozen=True)
@@ -194,10 +176,6 @@ class LaunchPlan:
     splits: int
     blocks: int
     why: str
-
-    def items(self, shape: Shape) -> int:
-        """Pieces of work of the call."""
-        return shape.joint_items if self.combine is Combine.JOINT else shape.items
 
 
 def scratch_elements(shape: Shape, splits: int) -> tuple[int, int]:
@@ -238,12 +216,6 @@ def wide_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
     groups, warps, stages, blocks = _WIDE_CONFIG
     variant = Variant(kv_format, groups, warps, _TILE[kv_format], stages, blocks)
     return variant if facts.capability == (9, 0) and _fits(variant, facts) else None
-
-
-def joint_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
-    """The variant whose two groups have two tokens of a request, or None where it was not measured."""
-    wide = wide_variant(kv_format, facts)
-    return None if wide is None else replace(wide, joint=True)
 
 
 def dense_variants(kv_format: KVFormat, facts: DeviceFacts) -> list[Variant]:
@@ -299,9 +271,6 @@ def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom, wide_room: Cl
     variant = choose_variant(shape.kv_format, facts)
     if shape.override is not None:
         return _overridden(shape)
-    joint = _joint_plan(shape, facts)
-    if joint is not None:
-        return joint
     slots = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
     combine, splits, why = _split(shape, variant, facts, room, slots)
     wide = wide_in_clusters(shape, facts)
@@ -319,33 +288,6 @@ def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom, wide_room: Cl
     if dense is not None and shape.items > slots and shape.force_fused is None:
         return LaunchPlan(dense, combine, 1, shape.items, f"{why}; {dense.min_blocks} blocks a multiprocessor")
     return LaunchPlan(variant, combine, 1, min(shape.items, slots), why)
-
-
-def _joint_plan(shape: Shape, facts: DeviceFacts) -> LaunchPlan | None:
-    """Two tokens of a request a block, where that was measured to be faster, or is forced and possible."""
-    variant = joint_variant(shape.kv_format, facts)
-    forced = shape.combine is Combine.JOINT
-    if forced and variant is None:
-        raise ValueError(
-            f"MSA_OPS_COMBINE=joint needs compute capability 9.0, this GPU has {facts.capability[0]}.{facts.capability[1]}"
-        )
-    free = shape.combine is None and shape.force_fused is None and shape.seqlen_q > 1
-    if variant is None or not (forced or free) or not 1 <= shape.topk <= LIST:
-        return None
-    items, rounds = shape.joint_items, -(-shape.joint_items // facts.multiprocessors)
-    if not items:
-        return None
-    if not forced and (shape.kv_format not in _JOINT_FORMATS or items < _JOINT_FILL * rounds * facts.multiprocessors):
-        return None
-    why = f"{shape.tokens} tokens as {items} joint items on {facts.multiprocessors} multiprocessors"
-    return LaunchPlan(variant, Combine.JOINT, 1, min(items, facts.multiprocessors), why)
-
-
-_JOINT_FORMATS = (KVFormat.BF16, KVFormat.FP16)
-_JOINT_FILL = 0.85
-"""Share of the multiprocessors' time that joint items must fill, with one at a time on each."""
-LIST = 32
-"""Ids that the copying warp looks at in one go, and the longest selection that joint items may have."""
 
 
 def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom) -> int:
@@ -366,8 +308,6 @@ def _overridden(shape: Shape) -> LaunchPlan:
         raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
     if combine is Combine.CLUSTER and splits not in CLUSTER_SIZES:
         raise ValueError(f"MSA_OPS_PLAN: a cluster has 2, 4, 8 or 16 blocks, got splits = {splits}")
-    if combine is Combine.JOINT:
-        raise ValueError("MSA_OPS_PLAN names no joint variant: unset it, or MSA_OPS_COMBINE=joint")
     # A cluster serves one item, and every block of a smaller grid must keep its place among an item's blocks.
     if splits > 1 and blocks and (combine is Combine.CLUSTER or blocks % splits):
         raise ValueError(
@@ -382,8 +322,8 @@ def _split(
     """How many blocks share an item, and how they meet."""
     if shape.force_fused is True and shape.combine in (None, Combine.NONE):
         return Combine.NONE, 1, "force_fused: one block per (token, KV head)"
-    if shape.combine in (Combine.NONE, Combine.JOINT):
-        return Combine.NONE, 1, f"MSA_OPS_COMBINE={shape.combine.name.lower()}"
+    if shape.combine is Combine.NONE:
+        return Combine.NONE, 1, "MSA_OPS_COMBINE=none"
     tiles = shape.topk * (BLOCK_SIZE // variant.tile)
     if shape.combine is Combine.CLUSTER and not facts.has_clusters:
         raise ValueError(
@@ -431,7 +371,5 @@ def variants_for(facts: DeviceFacts, formats: Sequence[KVFormat]) -> list[Varian
     for kv_format in formats:
         found.append(choose_variant(kv_format, facts))
         wide = wide_variant(kv_format, facts)
-        joint = joint_variant(kv_format, facts)
-        found += [v for v in (wide, joint) if v is not None]
-        found += dense_variants(kv_format, facts)
+        found += [*([] if wide is None else [wide]), *dense_variants(kv_format, facts)]
     return found

@@ -3,7 +3,6 @@
 // Compile-time choices, set by compile.py with -D:
 //   KV_FORMAT   KV_BF16, KV_FP16, KV_FP8 or KV_NVFP4
 //   GROUPS      groups of computing warps in a block; they take the tiles of an item in turn
-//   JOINT       1: two groups have two tokens of a request, and share the tiles that both selected (joint.cuh); else 0
 //   WARPS       warps of a group; each owns 128 / WARPS output dims, and TILE / WARPS keys of the scores
 //   TILE        keys of a tile (128 or 64)
 //   STAGES      tiles in the copy ring

@@ -30,7 +30,7 @@ DEVICE int paired_row(int r, int paired) { return r ^ (paired & (r >> 3) & 1); }
 // What the computing warps need to know of a tile in the ring.
 struct alignas(16) TileInfo {
   int lo, hi; // rows [lo, hi) of the tile may be attended; lo >= hi: no data came with it
-  int last;   // the item's last tile for the group that takes it; joint: the flags of joint.cuh
+  int last;   // the item's last tile for the group that takes it
 };
 
 // A tile to copy. `block` is the page, or in a flat cache the row of the first key; `skip` the rows of the block before it.

@@ -211,8 +211,8 @@ DEVICE void meet_in_cluster(const Params &p, const Item &item, const Output &o, 
 
 // One group had all of a share: its result goes from registers to memory, or as the partial result of `share` (scratch).
 DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, const Softmax &softmax, GroupShared &mine, i64 share,
-                         int group, int warp, int lane) {
-  const RowTotals t = total_rows(softmax, mine.by_warp, group, warp, lane);
+                         int warp, int lane) {
+  const RowTotals t = total_rows(softmax, mine.by_warp, 0, warp, lane);
   const bool scratch = p.combine == COMBINE_SCRATCH;
   const float factor = scratch ? 1.f : output_factor(p);
 #pragma unroll
@@ -271,7 +271,6 @@ DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &r
   softmax.sum[0] += added[0], softmax.sum[1] += added[1];
 }
 
-#if !JOINT
 // The copying warp's part: for every item the tiles of this block's share. Each group's last is marked so; a
 // group that would get none gets a mark without data.
 DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u32 stride, int rank, int lane) {
@@ -312,7 +311,6 @@ DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u
     for (; marked < GROUPS; marked++) copy({0, 0, {0, 0, true}}, item.head);
   }
 }
-#endif
 
 DEVICE TileInfo next_tile(Ring &ring, const RingPosition<STAGES> &at) {
   barrier_wait(&ring.k_full[at.slot], at.parity);
@@ -324,36 +322,11 @@ DEVICE void release(Barrier *empty, int lane) {
   if (lane == 0) barrier_arrive(empty);
 }
 
-#if JOINT
-// The copying warp's part for joint items.
-DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u32 stride, int, int lane) {
-  RingPosition<STAGES> at;
-  int unused = STAGES;
-  const u64 policy = l2_evict_first();
-  for (u32 index = first; index < p.items; index += stride) {
-    const Item items[2] = {Item(p, index, 0), Item(p, index, 1)};
-    Selection of[2] = {Selection(p, items[0]), Selection(p, items[1])};
-    if (index == first) {
-      wait_for_previous_kernel();
-      let_next_kernel_start();
-    }
-    of[0].load(p, lane), of[1].load(p, lane);
-    JointList(p, items, of, lane).for_each([&](int block, int skip, int lo, int hi, int flags) {
-      copy_tile(p, {block, skip, {lo, hi, flags}}, items[0].head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, at.parity,
-                unused == 0, policy, lane);
-      unused = max(unused - 1, 0);
-      at.advance(1);
-    });
-  }
-}
-#endif
-
 // A computing group's part.
 DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *weights, float *peers, u8 *value_scales, u32 first,
                           u32 stride, int rank, int group, int warp, int lane) {
-  constexpr int TURNS = JOINT ? 1 : GROUPS; // a group looks at every so manieth tile
   RingPosition<STAGES> next;
-  if (!JOINT) next.advance(group);
+  next.advance(group);
   weights += group * (2 * WEIGHT_BYTES + OPERAND_BYTES);
   value_scales += group * WARPS * VALUE_SCALE_BYTES;
   // As an offset that is kept, or its base is computed anew at every use.
@@ -364,7 +337,7 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
   const LaneAddresses first_at(p, shared_address(stages), shared_address(weights), warp, lane);
   u32 turn = 0;
   for (u32 index = first; index < p.items; index += stride) {
-    const Item item(p, index, group);
+    const Item item(p, index);
     if (index == first) {
 #ifdef HAS_CLUSTER
       if (p.combine == COMBINE_CLUSTER) cluster_arrive_relaxed(); // waited for before anything is sent
@@ -387,17 +360,12 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
     bool held = false, last = false; // a tile whose weights are written and whose output is not taken; it is the item's last
     // The scores of the next tile are taken before the output of the one held: two independent chains of products at a time.
     RingPosition<STAGES> at; // of the tile that is held
-    [[maybe_unused]] bool fresh = true, final = false; // joint: no tile was taken yet; all tiles of the item have been seen
     while (true) {
       TileInfo info = {0, 0, 1};
       Scores s;
-      bool passed = false; // joint: the tile is another token's
       if (!last) {
         info = next_tile(shared.ring, next);
-#if JOINT
-        passed = !is_for(info, group), final = is_final(info);
-#endif
-        if (info.lo < info.hi && !passed) {
+        if (info.lo < info.hi) {
           score_tile(p, first_at, next.slot * STAGE_BYTES, q, s);
           if (EARLY_K) release(&shared.ring.k_empty[next.slot], lane);
         }
@@ -415,40 +383,18 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
         turn ^= 1;
         release(&shared.ring.empty[at.slot], lane);
       }
-#if JOINT
-      held = false;
-      if (passed) {
-        release(&shared.ring.empty[next.slot], lane);
-        next.advance(1);
-        continue;
-      }
-#endif
       if (info.lo >= info.hi) break;
       at = next;
-      next.advance(TURNS);
+      next.advance(GROUPS);
       weigh_tile(p, s, info, shared.ring, at, stages + at.slot * STAGE_BYTES, first_at.write + turn * WEIGHT_BYTES, mine.by_warp,
-                 JOINT ? fresh : !held, softmax, o, group, warp, lane);
-      held = true, fresh = false;
-#if JOINT
-      last = is_last_for(info, group);
-#else
-      last = info.last;
-#endif
+                 !held, softmax, o, group, warp, lane);
+      held = true, last = info.last;
     }
     if (!last) { // a mark without data
       if (EARLY_K) release(&shared.ring.k_empty[next.slot], lane);
       release(&shared.ring.empty[next.slot], lane);
-      next.advance(TURNS);
+      next.advance(GROUPS);
     }
-#if JOINT
-    finish_alone(p, item, o, softmax, mine, 0, group, warp, lane);
-    while (!final) { // the other token's
-      final = is_final(next_tile(shared.ring, next));
-      release(&shared.ring.empty[next.slot], lane);
-      next.advance(1);
-    }
-    continue;
-#endif
 #ifdef HAS_CLUSTER
     if (p.combine == COMBINE_CLUSTER) {
       switch (p.splits.value) {
@@ -461,7 +407,7 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
     }
 #endif
     if constexpr (GROUPS == 1) {
-      finish_alone(p, item, o, softmax, mine, (i64)index * p.splits.value + rank, 0, warp, lane);
+      finish_alone(p, item, o, softmax, mine, (i64)index * p.splits.value + rank, warp, lane);
       continue;
     }
     const Meeting<1> meeting = {0};
@@ -505,7 +451,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
         barrier_init(&shared.ring.k_full[i], full_arrivals(p));
         barrier_init(&shared.ring.v_full[i], full_arrivals(p));
         barrier_init(&shared.ring.k_empty[i], WARPS);
-        barrier_init(&shared.ring.empty[i], JOINT ? GROUPS * WARPS : WARPS);
+        barrier_init(&shared.ring.empty[i], WARPS);
       }
 #ifdef HAS_CLUSTER
       barrier_init(&shared.arrival, 1);

@@ -4,21 +4,13 @@
 struct Item {
   int token, head, request, row0, rows;
 
-  // Joint items have a token for each group of warps; where there is none, no rows.
-  DEVICE_MEMBER Item(const Params &p, u32 index, int group = 0) {
+  DEVICE_MEMBER Item(const Params &p, u32 index) {
     const u32 rest = p.row_tiles.quotient(index);
     row0 = (index - rest * p.row_tiles.value) * ROWS;
     token = p.kv_heads.quotient(rest);
     head = rest - token * p.kv_heads.value;
+    request = p.seqlen_q.quotient(token);
     rows = min(ROWS, p.group - row0);
-    if constexpr (JOINT) {
-      request = p.token_groups.quotient(token);
-      const int place = (token - request * p.token_groups.value) * GROUPS + group, last = p.seqlen_q.value - 1;
-      token = request * p.seqlen_q.value + min(place, last);
-      if (place > last) rows = 0;
-    } else {
-      request = p.seqlen_q.quotient(token);
-    }
   }
 };
 
@@ -35,7 +27,6 @@ struct Selection {
   int length, limit; // keys of the request; keys that the token may see
   int start;         // flat cache: row of position 0
   int largest;       // largest valid id so far
-  int listed;        // joint: the id of this lane's place in the list
 
   // Addresses only: this may run while the previous kernel still writes.
   DEVICE_MEMBER Selection(const Params &p, const Item &item) {
@@ -125,13 +116,11 @@ struct Selection {
     }
     const u32 kept = __ballot_sync(~0u, valid);
     block = from, lo = begin, hi = end;
-    if constexpr (JOINT) listed = id;
     if (kept & (kept + 1)) { // holes: close them
       const int source = nth_set_bit(kept, lane);
       block = __shfl_sync(~0u, from, source);
       lo = __shfl_sync(~0u, begin, source);
       hi = __shfl_sync(~0u, end, source);
-      if constexpr (JOINT) listed = __shfl_sync(~0u, id, source);
     }
     return __popc(kept);
   }
