@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -47,3 +50,14 @@ def poisoned_empty() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture
+def figures() -> ModuleType:
+    """benchmarks/figures.py as a module of its own, so that a test may change what it reads."""
+    path = Path(__file__).parents[1] / "benchmarks" / "figures.py"
+    spec = importlib.util.spec_from_file_location("figures_of_results", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -286,16 +286,6 @@ def test_changelogs_newest_version_is_the_packages() -> None:
 # --- figures that are written by benchmarks/figures.py ------------------------------------------------------------------
 
 
-@pytest.fixture
-def figures() -> ModuleType:
-    """The script as a module of its own, so that a test may change what it reads."""
-    spec = importlib.util.spec_from_file_location("figures", ROOT / "benchmarks" / "figures.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_pages_say_what_the_results_and_the_code_say(page: Path, figures: ModuleType) -> None:
     pytest.importorskip("typer")

@@ -95,6 +95,11 @@ class Variant:
         """The most dynamic shared memory that a route of this variant needs."""
         return self.dynamic_bytes(Combine.CLUSTER)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Dynamic shared memory of the blocks that are to share a multiprocessor. Dense ones serve whole items alone."""
+        return self.dynamic_bytes(Combine.NONE) if self.min_blocks > 2 else self.shared_bytes
+
 
 ROW_BYTES = {KVFormat.BF16: 256, KVFormat.FP16: 256, KVFormat.FP8: 128, KVFormat.NVFP4: 64}
 
@@ -242,8 +247,7 @@ def _fits(variant: Variant, facts: DeviceFacts) -> bool:
 
 def blocks_per_multiprocessor(variant: Variant, facts: DeviceFacts) -> int:
     """Blocks of this variant that one multiprocessor holds at once."""
-    dynamic = variant.dynamic_bytes(Combine.NONE) if variant.min_blocks > 2 else variant.shared_bytes
-    per_block = dynamic + variant.static_shared_bytes + SYSTEM_SHARED
+    per_block = variant.resident_bytes + variant.static_shared_bytes + SYSTEM_SHARED
     return max(1, min(variant.min_blocks, facts.shared_per_multiprocessor // per_block))
 
 

@@ -46,7 +46,7 @@ DEVICE int read_global(const int *at) {
 template <typename T> DEVICE void keep(T *&x) { asm volatile("" : "+l"(x)); }
 // Has a register kept: through a shuffle with itself nothing can be computed anew. The whole warp calls it.
 DEVICE void keep(u32 &x, int lane) { x = __shfl_sync(~0u, x, lane); }
-// The four bytes of a and b that `selector` names.
+// The four bytes of a and b that `selector` names. `__byte_perm` would first clear bits that this one has not set.
 DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   u32 r;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
@@ -179,6 +179,7 @@ template <int HALF> DEVICE u32 multiply_fp16_by(u32 a, u32 b) {
     asm("{.reg .b16 x, y; .reg .b32 s; mov.b32 {x, y}, %2; mov.b32 s, {y, y}; mul.rn.f16x2 %0, %1, s;}" : "=r"(r) : "r"(a), "r"(b));
   return r;
 }
+
 // --- matrix fragments -------------------------------------------------------------------------------------------------
 DEVICE void load_matrices(u32 address, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
