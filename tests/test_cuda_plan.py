@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator
 
@@ -55,7 +56,9 @@ def usual_room(s: Shape, facts: DeviceFacts) -> ClusterRoom:
 
 
 def planned(s: Shape, facts: DeviceFacts, room: ClusterRoom | None = None) -> LaunchPlan:
-    return make_plan(s, facts, usual_room(s, facts) if room is None else room)
+    if room is not None:
+        return make_plan(s, facts, room)
+    return plan.plan_for(s, facts, functools.partial(typical_room, facts))
 
 
 def tiles(s: Shape, p: LaunchPlan) -> int:
@@ -137,7 +140,8 @@ def test_too_little_shared_memory_is_an_error_and_no_wrong_launch() -> None:
 def test_plans_are_pure(capability: tuple[int, int]) -> None:
     facts = DeviceFacts.of_capability(capability)
     for s in itertools.islice(shapes(), 0, None, 17):
-        again = make_plan.__wrapped__(dataclasses.replace(s), dataclasses.replace(facts), usual_room(s, facts))
+        rooms = tuple(typical_room(facts, variant) for variant in plan.candidates(s, facts))
+        again = make_plan.__wrapped__(dataclasses.replace(s), dataclasses.replace(facts), usual_room(s, facts), rooms)
         assert planned(s, facts) == again
 
 
@@ -293,21 +297,68 @@ def test_a_forced_plan_that_cannot_run_is_refused(override: tuple[int, ...]) -> 
         planned(dataclasses.replace(shape(tokens=1), override=override), DeviceFacts.of_capability((9, 0)))
 
 
-def test_clusters_of_wide_blocks() -> None:
-    """On 9.0, from 8 items to half the multiprocessors, and as large as all run at once."""
+H200_USUAL = ((2, 132), (4, 62), (8, 30), (16, 14))
+H200_ONE_A_MULTIPROCESSOR = ((2, 66), (4, 30), (8, 15), (16, 7))
+
+
+def h200_plan(s: Shape) -> LaunchPlan:
+    """By the driver's answers there."""
+    return plan.plan_for(
+        s, DeviceFacts.of_capability((9, 0)), lambda v: H200_ONE_A_MULTIPROCESSOR if v.min_blocks == 1 else H200_USUAL
+    )
+
+
+@pytest.mark.parametrize(
+    ("kv_format", "tokens", "name", "ranks"),
+    [
+        # (groups, warps, tile, stages, blocks a multiprocessor) and blocks of a cluster; four KV heads a token
+        (KVFormat.FP8, 1, "g1w4t128s3b2", 16), (KVFormat.FP8, 2, "g2w4t128s5b1", 8), (KVFormat.FP8, 4, "g2w4t128s5b1", 4),
+        (KVFormat.FP8, 8, "g2w4t128s5b1", 2), (KVFormat.FP8, 16, "g2w4t128s5b1", 2),
+        (KVFormat.BF16, 1, "g1w4t128s2b1", 16), (KVFormat.BF16, 2, "g1w8t64s5b1", 8), (KVFormat.BF16, 4, "g1w8t64s5b1", 4),
+        (KVFormat.FP16, 7, "g1w8t64s5b1", 4), (KVFormat.BF16, 8, "g2w4t64s5b1", 2), (KVFormat.BF16, 16, "g2w4t64s5b1", 2),
+        (KVFormat.NVFP4, 1, "g1w4t128s3b2", 16), (KVFormat.NVFP4, 2, "g2w4t128s5b1", 8),
+        (KVFormat.NVFP4, 4, "g1w4t128s3b2", 8), (KVFormat.NVFP4, 7, "g2w4t128s5b1", 4),
+        (KVFormat.NVFP4, 8, "g1w4t128s3b2", 4), (KVFormat.NVFP4, 13, "g2w4t128s5b1", 2),
+    ],
+)  # fmt: skip
+def test_clusters_of_an_h200(kv_format: KVFormat, tokens: int, name: str, ranks: int) -> None:
+    """Where each kind of cluster was the fastest."""
+    s = shape(kv_format, tokens)
+    p = h200_plan(s)
+    assert (p.variant.name, p.combine, p.splits) == (f"{kv_format.value}-{name}", Combine.CLUSTER, ranks)
+    assert p.blocks == s.items * ranks <= 132
+
+
+def test_candidates_are_for_free_calls_of_few_items() -> None:
     facts = DeviceFacts.of_capability((9, 0))
-    wide_room = ((2, 66), (4, 30), (8, 14), (16, 5))
-    for tokens, ranks in ((2, 8), (4, 4), (8, 2), (16, 2)):
-        s = shape(KVFormat.BF16, tokens)
-        wide = plan.wide_variant(s.kv_format, facts)
-        assert plan.wide_in_clusters(s, facts) == wide
-        p = make_plan(s, facts, usual_room(s, facts), wide_room)
-        assert (p.variant, p.combine, p.splits, p.blocks) == (wide, Combine.CLUSTER, ranks, s.items * ranks)
-    one = shape(KVFormat.BF16, 1)
-    assert plan.wide_in_clusters(one, facts) is None and planned(one, facts).splits == 16
-    for hint in ({"force_fused": False}, {"combine": Combine.CLUSTER}):
-        assert plan.wide_in_clusters(dataclasses.replace(shape(tokens=8), **hint), facts) is None
-    assert plan.wide_in_clusters(shape(tokens=8), DeviceFacts.of_capability((10, 0))) is None
+    assert plan.candidates(shape(KVFormat.FP8, 1), facts) == []
+    for hint in (
+        {"force_fused": False},
+        {"force_fused": True},
+        {"combine": Combine.CLUSTER},
+        {"override": (1, 4, 128, 3, 2, 1, 0)},
+    ):
+        assert plan.candidates(dataclasses.replace(shape(tokens=8), **hint), facts) == []
+    assert plan.candidates(shape(tokens=17), facts) == [], "more than half the multiprocessors"
+    assert plan.candidates(shape(tokens=8), DeviceFacts.of_capability((10, 0))) == []
+
+
+def test_a_whole_block_a_tile_is_for_thread_blocks_that_have_one_each() -> None:
+    whole, _ = plan.cluster_variants(KVFormat.BF16, DeviceFacts.of_capability((9, 0)))
+    assert h200_plan(shape(KVFormat.BF16, 1, topk=16)).variant == whole
+    assert h200_plan(shape(KVFormat.BF16, 1, topk=8)).splits == 8
+    assert h200_plan(shape(KVFormat.BF16, 1, topk=17)).variant != whole
+    assert h200_plan(shape(KVFormat.BF16, 2, topk=16, kv_heads=4)).variant != whole
+
+
+def test_eight_warps_share_a_tile_where_a_thread_block_has_few() -> None:
+    _, tall = plan.cluster_variants(KVFormat.FP16, DeviceFacts.of_capability((9, 0)))
+    assert h200_plan(shape(KVFormat.FP16, 4, topk=16)).variant == tall  # eight tiles each
+    assert h200_plan(shape(KVFormat.FP16, 4, topk=17)).variant == plan.wide_variant(
+        KVFormat.FP16, DeviceFacts.of_capability((9, 0))
+    )
+    small = DeviceFacts.of_capability((9, 0), 31)  # a part of a GPU: no room for four blocks of each of eight items
+    assert len(plan.cluster_variants(KVFormat.FP16, small)) == 1
 
 
 def test_nvfp4_in_many_items_has_as_many_blocks_a_multiprocessor_as_they_fill() -> None:

@@ -152,9 +152,10 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
             tokens = len(size.lengths) * size.seqlen_q
             special = selftest._special(route, facts).get(way)
             forced = None if special else plan.Combine[way.upper()]
-            shape = plan.Shape(route.kv, tokens, size.kv_heads, size.group, selftest._TOPK, None, forced)
+            shape = plan.Shape(route.kv, tokens, size.kv_heads, size.group, size.topk, None, forced)
             taken = plan.plan_for(shape, facts, functools.partial(plan.typical_room, facts))
-            assert taken.combine.name.lower() == ("none" if special else way)
+            cluster = way in selftest._CLUSTER_WAYS
+            assert taken.combine.name.lower() == ("cluster" if cluster else "none" if special else way)
             want = special or plan.choose_variant(route.kv, facts)
             assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
@@ -226,7 +227,7 @@ def test_a_whole_gpu_machine_is_well() -> None:
     on_gpu = [route for route in report.routes if route.device == "cuda:0"]
     assert len(on_gpu) == len(selftest.routes())
     for route in on_gpu:
-        special = ["wide", "dense-3", "dense-4"] if route.kv == "nvfp4" else ["wide"]
+        special = {"nvfp4": ["wide", "dense-3", "dense-4"], "fp8": ["wide"]}.get(route.kv, ["wide", "whole", "tall"])
         assert route.engine == "cuda" and len(route.kernels) == 1 + len(special)
         assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
 

@@ -25,6 +25,7 @@ from .engines.cuda.plan import (
     DeviceFacts,
     Variant,
     choose_variant,
+    cluster_variants,
     dense_variants,
     wide_variant,
 )
@@ -39,8 +40,6 @@ _KV_DTYPES = {kv_format: dtype for dtype, kv_format in _KV_FORMAT.items()}
 _GLOBAL_SF = 256.0
 _TOPK = 20
 """More than the 16 blocks that the CPU engine takes at once, and enough to share among a cluster of 16."""
-_PLACES = (0, 5, 17, 18)
-"""Where the valid ids of a token stand, in both of the CPU engine's runs; all others are -1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,8 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
 
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """The ways in which a device can serve a route, each to be tested: how the blocks of an item meet, and on some GPUs
-    the kernels for one whole item a multiprocessor (``wide``) and for more than two (``dense-3``, ``dense-4``)."""
+    the kernels for one whole item a multiprocessor (``wide``), for more than two (``dense-3``, ``dense-4``), and for clusters
+    of few items (``whole``, ``tall``)."""
     if facts is None:
         return ("segments",)
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
@@ -124,10 +124,15 @@ _FORCED = tuple(combine.name.lower() for combine in Combine)
 """Ways that MSA_OPS_COMBINE asks for; others are kernels that a call's size asks for."""
 
 
+_CLUSTER_WAYS = ("whole", "tall")
+"""Of the kernels that calls of few items ask for: one whole selected block a tile, and eight warps on a tile."""
+
+
 def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
     """The kernels beside the usual one, by the way that takes them."""
     wide = wide_variant(route.kv, facts)
     found = {} if wide is None else {"wide": wide}
+    found |= dict(zip(_CLUSTER_WAYS, cluster_variants(route.kv, facts), strict=False))
     return found | {f"dense-{v.min_blocks}": v for v in dense_variants(route.kv, facts)}
 
 
@@ -142,12 +147,15 @@ class _Size:
     seqlen_q: int
     kv_heads: int
     group: int
+    topk: int = _TOPK
 
 
 _SMALL = _Size((300, 70), 2, 2, 3)
 
 
 def _size(way: str, facts: DeviceFacts | None) -> _Size:
+    if way == "whole":
+        return _Size((300,), 1, 1, 3, topk=16)
     if way != "wide" and not way.startswith("dense-"):
         return _SMALL
     assert facts is not None
@@ -191,11 +199,12 @@ def _flat(t: Tensor, table: Tensor, lengths: tuple[int, ...]) -> Tensor:
 
 def _ids(size: _Size, counts: list[int]) -> Tensor:
     """Per token: its last block, block 0 twice, a block that no request has; -1 elsewhere. (KV heads, tokens, top-k)."""
-    ids = torch.full((size.kv_heads, len(counts) * size.seqlen_q, _TOPK), -1, dtype=torch.int32)
+    ids = torch.full((size.kv_heads, len(counts) * size.seqlen_q, size.topk), -1, dtype=torch.int32)
+    places = (0, 5, size.topk - 3, size.topk - 2)  # in both of the CPU engine's runs
     for t in range(ids.shape[1]):
         last = counts[t // size.seqlen_q] - 1
-        ids[:, t, _PLACES] = torch.tensor((last, 0, 0, 1000), dtype=torch.int32)
-    ids[-1, :, _PLACES[0]] = 0  # heads choose for themselves
+        ids[:, t, places] = torch.tensor((last, 0, 0, 1000), dtype=torch.int32)
+    ids[-1, :, places[0]] = 0  # heads choose for themselves
     return ids
 
 

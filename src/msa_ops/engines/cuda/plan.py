@@ -78,7 +78,7 @@ class Variant:
     @property
     def static_shared_bytes(self) -> int:
         """Upper bound of the kernel's static shared memory, in the kilobytes that the ring's alignment makes of it."""
-        return 1024 if self.groups == 1 else 2048
+        return 1024 if self.groups * self.warps <= 4 else 2048
 
     def dynamic_bytes(self, combine: Combine) -> int:
         """Dynamic shared memory: the copy ring, each group's two buffers of weights, the query (NVFP4, four blocks),
@@ -199,8 +199,16 @@ _DENSE_CONFIGS = ((1, 4, 3, 3), (1, 4, 2, 4))
 """NVFP4 in many items: widening keeps the warps busy, and more blocks hide more of it. The fewest blocks a multiprocessor that
 hold all items at once, or the most: the hardware would pile more on some multiprocessors than on others. They serve whole
 items alone."""
+_WHOLE_CONFIG, _TALL_CONFIG = (1, 4, BLOCK_SIZE, 2, 1), (1, 8, 64, 5, 1)
+"""16-bit KV in clusters (groups, warps, tile, stages, min_blocks): a tile that is a whole selected block, for thread blocks
+that have one each; and eight warps on a tile, which have half as much to do each while nothing else hides it."""
 _WIDE_ITEMS = 8
-"""Items from which on a cluster of such blocks is the faster one."""
+"""Items from which on clusters of one block a multiprocessor are the faster ones."""
+_TALL_RANKS, _TALL_TILES = 4, 8
+"""Blocks of a cluster from which on, and tiles of a block up to which, eight warps on a tile are faster than two groups."""
+_ROOMY, _ROOMY_RANKS = 0.8, 4
+"""Share of the clusters that fit up to which NVFP4 is faster in twice as large clusters of usual blocks than in wide ones, and
+the largest of these for which that holds."""
 
 
 def choose_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant:
@@ -221,6 +229,17 @@ def wide_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
     groups, warps, stages, blocks = _WIDE_CONFIG
     variant = Variant(kv_format, groups, warps, _TILE[kv_format], stages, blocks)
     return variant if facts.capability == (9, 0) and _fits(variant, facts) else None
+
+
+def cluster_variants(kv_format: KVFormat, facts: DeviceFacts) -> list[Variant]:
+    """The variants made for clusters alone, as far as a device has room for what they are for; none where the usual ones are as
+    good or nothing was measured."""
+    if kv_format not in (KVFormat.BF16, KVFormat.FP16) or facts.capability != (9, 0):
+        return []
+    configs = [_WHOLE_CONFIG]
+    if facts.multiprocessors >= _WIDE_ITEMS * _TALL_RANKS:
+        configs.append(_TALL_CONFIG)
+    return [Variant(kv_format, *config) for config in configs]
 
 
 def dense_variants(kv_format: KVFormat, facts: DeviceFacts) -> list[Variant]:
@@ -251,37 +270,44 @@ def blocks_per_multiprocessor(variant: Variant, facts: DeviceFacts) -> int:
     return max(1, min(variant.min_blocks, facts.shared_per_multiprocessor // per_block))
 
 
-def wide_in_clusters(shape: Shape, facts: DeviceFacts) -> Variant | None:
-    """The wide variant where the call may be served by clusters of its blocks: then `make_plan` wants its room too."""
+def candidates(shape: Shape, facts: DeviceFacts) -> list[Variant]:
+    """The variants whose clusters come before the usual one's for this call, in order of preference: `make_plan` wants the
+    room of each."""
     free = shape.force_fused is None and shape.combine is None and shape.override is None
-    if free and _WIDE_ITEMS <= shape.items <= facts.multiprocessors // 2:
-        return wide_variant(shape.kv_format, facts)
-    return None
+    if not free or shape.items > facts.multiprocessors // 2:
+        return []
+    special = cluster_variants(shape.kv_format, facts)
+    if shape.items < _WIDE_ITEMS:
+        return special[:1]
+    wide = wide_variant(shape.kv_format, facts)
+    return [*special[1:], *([] if wide is None else [wide])]
 
 
 def plan_for(shape: Shape, facts: DeviceFacts, room_of: Callable[[Variant], ClusterRoom]) -> LaunchPlan:
     """The plan of a call. `room_of` is asked for the variants whose clusters come into question."""
     if not facts.has_clusters:
         return make_plan(shape, facts, ())
-    wide = wide_in_clusters(shape, facts)
     room = room_of(choose_variant(shape.kv_format, facts))
-    return make_plan(shape, facts, room, () if wide is None else room_of(wide))
+    return make_plan(shape, facts, room, tuple(room_of(variant) for variant in candidates(shape, facts)))
 
 
 @lru_cache(maxsize=4096)
-def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom, wide_room: ClusterRoom = ()) -> LaunchPlan:
-    """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`), `wide_room` that for
-    `wide_in_clusters`'s."""
+def make_plan(
+    shape: Shape, facts: DeviceFacts, room: ClusterRoom, candidate_rooms: tuple[ClusterRoom, ...] = ()
+) -> LaunchPlan:
+    """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`), `candidate_rooms`
+    are those for `candidates`'s."""
     variant = choose_variant(shape.kv_format, facts)
     if shape.override is not None:
         return _overridden(shape)
     slots = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
     combine, splits, why = _split(shape, variant, facts, room, slots)
-    wide = wide_in_clusters(shape, facts)
-    if wide is not None and combine is not Combine.SCRATCH:
-        ranks = _largest_cluster(shape, wide, facts, wide_room)
-        if ranks > 1:
-            return LaunchPlan(wide, Combine.CLUSTER, ranks, shape.items * ranks, f"{why}; clusters of wide blocks")
+    if combine is not Combine.SCRATCH:
+        for other, its_room in zip(candidates(shape, facts), candidate_rooms, strict=False):
+            ranks = _largest_cluster(shape, other, facts, its_room)
+            if _pays(shape, other, ranks, splits, dict(room).get(splits, 0)):
+                why = f"{why}; clusters of {other.warps * other.groups} warps a block, tiles of {other.tile} keys"
+                return LaunchPlan(other, Combine.CLUSTER, ranks, shape.items * ranks, why)
     if combine is not Combine.NONE:
         return LaunchPlan(variant, combine, splits, shape.items * splits, why)
     half = facts.multiprocessors // 2
@@ -292,6 +318,19 @@ def make_plan(shape: Shape, facts: DeviceFacts, room: ClusterRoom, wide_room: Cl
     if dense is not None and shape.items > slots and shape.force_fused is None:
         return LaunchPlan(dense, combine, 1, shape.items, f"{why}; {dense.min_blocks} blocks a multiprocessor")
     return LaunchPlan(variant, combine, 1, min(shape.items, slots), why)
+
+
+def _pays(shape: Shape, variant: Variant, ranks: int, usual_ranks: int, usual_room: int) -> bool:
+    """Whether clusters of `ranks` blocks of this variant are faster than the usual one's."""
+    if ranks == 1:
+        return False
+    tiles = shape.topk * (BLOCK_SIZE // variant.tile)
+    if variant.tile == BLOCK_SIZE and variant.stages == 2:
+        return tiles <= ranks
+    if variant.warps == 8:
+        return ranks >= _TALL_RANKS and tiles <= _TALL_TILES * ranks
+    roomy = ranks <= _ROOMY_RANKS and usual_ranks >= 2 * ranks and shape.items <= _ROOMY * usual_room
+    return not (shape.kv_format is KVFormat.NVFP4 and roomy)
 
 
 def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom) -> int:
@@ -312,6 +351,10 @@ def _overridden(shape: Shape) -> LaunchPlan:
         raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
     if combine is Combine.CLUSTER and splits not in CLUSTER_SIZES:
         raise ValueError(f"MSA_OPS_PLAN: a cluster has 2, 4, 8 or 16 blocks, got splits = {splits}")
+    if combine is Combine.CLUSTER and min_blocks > 2:
+        raise ValueError(
+            f"MSA_OPS_PLAN: variants of more than 2 blocks a multiprocessor have no clusters, got {shape.override}"
+        )
     # A cluster serves one item, and every block of a smaller grid must keep its place among an item's blocks.
     if splits > 1 and blocks and (combine is Combine.CLUSTER or blocks % splits):
         raise ValueError(
@@ -375,5 +418,6 @@ def variants_for(facts: DeviceFacts, formats: Sequence[KVFormat]) -> list[Varian
     for kv_format in formats:
         found.append(choose_variant(kv_format, facts))
         wide = wide_variant(kv_format, facts)
-        found += [*([] if wide is None else [wide]), *dense_variants(kv_format, facts)]
+        found += [] if wide is None else [wide]
+        found += [*cluster_variants(kv_format, facts), *dense_variants(kv_format, facts)]
     return found

@@ -7,30 +7,36 @@
 // and of a cluster's blocks alike, meet in shared memory, each row in the block that owns it; splits beyond a cluster meet in
 // device memory (scratch), where a second kernel merges them.
 
+#ifdef HAS_CLUSTER
+constexpr bool CAN_CLUSTER = MIN_BLOCKS <= 2; // more blocks a multiprocessor leave no registers for it, and serve items alone
+#else
+constexpr bool CAN_CLUSTER = false;
+#endif
+
 struct GroupShared {
   float row_scale[ROWS];
-  float by_warp[WARPS][ROWS]; // the largest scores of a tile, at the end of an item the sums
+  float by_warp[WARPS][ROWS]; // the largest scores of a tile
+  float end_sum[WARPS][ROWS]; // at the end of an item: every warp's part of the sums, and the bases
+  float end_base[ROWS];
 };
 
 struct Shared {
   Ring ring;
-  Barrier arrival; // cluster: counts what peers have sent here
+  Barrier states_left;                // cluster: counts warps that have left their sums and bases
+  Barrier states_here, outputs_here;  // cluster: count what its blocks have sent here
+  Barrier weights_here;               // cluster: the copying warp has made weights of the states
   GroupShared group[GROUPS];
-  // [rank][group][own row]: the base of each row that this block owns, and every warp's part of its sum.
-  float peer_base[GROUPS * ROWS];
-  alignas(16) float peer_sum[GROUPS * ROWS][WARPS];
+  alignas(16) float2 peer_state[GROUPS * ROWS]; // cluster, [part][own row]: base and sum
+  float peer_weight[GROUPS * ROWS];             // the same order: of the part in its row, over the row's sum
 };
-constexpr int PEER_BYTES = GROUPS * ROWS * (HEAD_DIM + WARPS + 1) * 4; // what a block of a cluster receives, its own included
+// What a block of a cluster receives, its own included.
+constexpr int PEER_STATE_BYTES = GROUPS * ROWS * 8, PEER_OUTPUT_BYTES = GROUPS * ROWS * HEAD_DIM * 4;
 
 static_assert(GROUPS < STAGES, "a group holds a tile while it waits for its next");
 constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
 
 constexpr int OPERAND_BYTES = QUERY_STAYS ? QUERY_BYTES : 0; // the query operand, where it stays in shared memory
-
-struct RowTotals {
-  float base[2], sum[2];
-};
 
 DEVICE i64 output_row(const Params &p, const Item &item, int row) {
   return ((i64)item.token * p.kv_heads.value + item.head) * p.group + item.row0 + row;
@@ -58,175 +64,244 @@ DEVICE void store_lse(const Params &p, i64 row, float base, float sum) {
   if (p.lse) p.lse[row] = has_keys(sum) ? (base + log2_approx(sum)) * 0.693147180559945f : NEG_INF;
 }
 
-// The sums of a row over a group's warps; every thread gets its two rows'.
-DEVICE RowTotals total_rows(const Softmax &softmax, float (*sums)[ROWS], int group, int warp, int lane) {
-  RowTotals t;
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    const float s = softmax.warp_sum(r);
-    if ((lane & 3) == 0) sums[warp][(lane >> 2) + 8 * r] = s;
-  }
-  group_sync(group);
-#pragma unroll
-  for (int r = 0; r < 2; r++) {
-    t.base[r] = softmax.base[r];
-    t.sum[r] = 0.f;
-#pragma unroll
-    for (int w = 0; w < WARPS; w++) t.sum[r] += sums[w][(lane >> 2) + 8 * r];
-  }
-  return t;
+// The warp has done with what a barrier guards, or has made it.
+DEVICE void release(Barrier *barrier, int lane) {
+  __syncwarp();
+  if (lane == 0) barrier_arrive(barrier);
 }
 
-// Where partial results of an item meet. A cluster of RANKS blocks (1: no cluster) shares the rows of an item: block `r` owns
-// rows [r * OWN, (r + 1) * OWN), and receives them from all groups of all ranks. `peers` is [rank][group][own row][dim], its
-// 16-byte groups permuted by row against bank conflicts. Sizes are known to the compiler, because this code runs once a block and
-// every instruction of it is on the way from the last tile to the end.
-template <int RANKS> struct Meeting {
-  static constexpr int OWN = ROWS / RANKS, PARTS = RANKS * GROUPS; // PARTS: results that meet in a row
-  int rank;
+// Leaves what there is to say of a group's rows at the end of an item, but for the output. All its warps have to meet before it is
+// read.
+DEVICE void leave_states(const Softmax &softmax, GroupShared &mine, int warp, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    const int row = (lane >> 2) + 8 * r;
+    const float sum = softmax.warp_sum(r);
+    if ((lane & 3) == 0) mine.end_sum[warp][row] = sum;
+    if ((lane & 3) == 1 && warp == 0) mine.end_base[row] = softmax.base[r];
+  }
+}
 
-  static DEVICE_MEMBER int slot(int from, int own_row) { return from * OWN + own_row; }
-  static DEVICE_MEMBER int permuted(int slot, int dim) { return (((dim >> 2) ^ (slot & 7)) << 2) + (dim & 3); }
+DEVICE float row_sum(const GroupShared &group, int row) {
+  float sum = group.end_sum[0][row];
+#pragma unroll
+  for (int w = 1; w < WARPS; w++) sum += group.end_sum[w][row];
+  return sum;
+}
 
-  // This group's output and totals to the rows' owners.
-  DEVICE_MEMBER void give(const Output &o, const Softmax &softmax, float *peers, Shared &shared, int group, int warp,
-                          int lane) const {
-    const int from = rank * GROUPS + group;
+// Where partial results of an item meet. The blocks of a cluster share the rows of an item: with OWN rows each, block `r` owns rows
+// [r * OWN, (r + 1) * OWN), and receives them from all groups of all blocks. Without a cluster one block owns all of them.
+// `peers` is [part][own row][dim], a part being a group of a block, with its 16-byte groups permuted by row against bank conflicts.
+DEVICE int permuted(int slot, int dim) { return (((dim >> 2) ^ (slot & 7)) << 2) + (dim & 3); }
+
+// How a lane gives its share of a group's output: to whom, and where. Made while the first tile is awaited, because all that comes
+// after the last is on the way to the end.
+struct Delivery {
+  u32 place[2];  // of the first vector of the lane's two rows
+  u32 barrier;
+  u32 offset[2]; // cluster: from an address here to the same in the block that owns the row
+
+  // `ranks` is a power of two.
+  DEVICE_MEMBER Delivery(Shared &shared, float *peers, int ranks, int rank, int group, int warp, int lane) {
+    const int own_bits = 5 - __ffs(ranks), part = rank * GROUPS + group;
+    barrier = shared_address(&shared.outputs_here);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      const int row = (lane >> 2) + 8 * r, at = slot(from, row % OWN);
-      const Receiver to(shared, row / OWN);
+      const int row = (lane >> 2) + 8 * r, slot = (part << own_bits) + (row & ((1 << own_bits) - 1));
+      place[r] = shared_address(peers + slot * HEAD_DIM + permuted(slot, vector_dim(warp, lane, 0)));
+      offset[r] = 0;
+#ifdef HAS_CLUSTER
+      if (ranks > 1) offset[r] = address_in_rank(barrier, row >> own_bits) - barrier;
+#endif
+    }
+  }
+
+  template <bool CLUSTER> DEVICE_MEMBER void give(const Output &o) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++)
 #pragma unroll
       for (int i = 0; i < OUT_VECTORS; i++) {
         OutVector x;
         output_vector(o, i, r, x);
-        float *place = peers + at * HEAD_DIM + permuted(at, vector_dim(warp, lane, i));
+        const u32 at = place[r] ^ (i * VECTOR_STEP * 4);
         if constexpr (OUT_VECTOR == 4)
-          to.put(place, make_float4(x[0], x[1], x[2], x[3]));
+          put<CLUSTER>(at, r, make_float4(x[0], x[1], x[2], x[3]));
         else
-          to.put(place, make_float2(x[0], x[1]));
+          put<CLUSTER>(at, r, make_float2(x[0], x[1]));
       }
-      const float sum = softmax.warp_sum(r);
-      if ((lane & 3) == 0) to.put(&shared.peer_sum[at][warp], sum);
-      if ((lane & 3) == 1 && warp == 0) to.put(&shared.peer_base[at], softmax.base[r]);
+  }
+
+  template <bool CLUSTER, typename T> DEVICE_MEMBER void put(u32 at, int r, T x) const {
+#ifdef HAS_CLUSTER
+    if constexpr (CLUSTER) {
+      send(at + offset[r], barrier + offset[r], x);
+      return;
+    }
+#endif
+    *(T *)__cvta_shared_to_generic(at) = x;
+  }
+};
+
+// Adds up the rows that a block owns and stores them: the result, or the partial result of a share (scratch). Sizes are known to
+// the compiler. A warp has one row at a time, and a lane DIMS dims of it. Few rows are spread over all warps.
+template <int RANKS> struct Meeting {
+  static constexpr int OWN = ROWS / RANKS, PARTS = RANKS * GROUPS; // PARTS: results that meet in a row
+  static constexpr int DIMS = OWN * (HEAD_DIM / 4) < WORKERS ? 1 : 4, THREADS_A_ROW = HEAD_DIM / DIMS;
+  static constexpr int ROUNDS = (OWN * THREADS_A_ROW - 1) / WORKERS + 1;
+  float weight[ROUNDS][PARTS]; // of every part in a row, over the row's sum
+  float factor;                // of the output
+  i64 at[ROUNDS];              // where the row goes; below 0: there is none
+
+  static DEVICE_MEMBER int place(int round) { return round * WORKERS + threadIdx.x; }
+  static DEVICE_MEMBER int own_row(int round) { return place(round) / THREADS_A_ROW; }
+  static DEVICE_MEMBER int dim(int round) { return place(round) % THREADS_A_ROW * DIMS; }
+
+  DEVICE_MEMBER Meeting(const Params &p, const Item &item, i64 share, int rank) {
+    const bool scratch = RANKS == 1 && p.combine == COMBINE_SCRATCH;
+    factor = scratch ? 1.f : output_factor(p);
+#pragma unroll
+    for (int e = 0; e < ROUNDS; e++) {
+      const int row = rank * OWN + own_row(e);
+      const bool none = row >= item.rows || (OWN * THREADS_A_ROW % WORKERS && own_row(e) >= OWN); // for a whole warp
+      at[e] = none ? -1 : scratch ? share * ROWS + row : output_row(p, item, row);
     }
   }
 
-  // Another block of the cluster, or this one.
-  struct Receiver {
-    u32 offset, barrier; // from an address here to the same there
-
-    DEVICE_MEMBER Receiver(Shared &shared, int to) {
-#ifdef HAS_CLUSTER
-      if constexpr (RANKS > 1) {
-        const u32 here = shared_address(&shared.arrival);
-        barrier = address_in_rank(here, to);
-        offset = barrier - here;
-      }
-#endif
-    }
-    template <typename T> DEVICE_MEMBER void put(float *to, T x) const {
-#ifdef HAS_CLUSTER
-      if constexpr (RANKS > 1) {
-        send(shared_address(to) + offset, barrier, x);
-        return;
-      }
-#endif
-      *(T *)to = x;
-    }
-  };
-
-  // Merges the rows that this block owns and stores them: the result, or the partial result of `share` (scratch). A warp has one
-  // row at a time: its lanes first each take one part's weight, then DIMS dims each. Few rows are spread over all warps.
-  DEVICE_MEMBER void merge(const Params &p, const Item &item, const float *peers, const Shared &shared, i64 share, int lane) const {
-    constexpr int DIMS = OWN * (HEAD_DIM / 4) < WORKERS ? 1 : 4;
-    constexpr int THREADS_A_ROW = HEAD_DIM / DIMS;
-    const float factor = RANKS == 1 && p.combine == COMBINE_SCRATCH ? 1.f : output_factor(p);
+  // A cluster's, as the copying warp has made them.
+  DEVICE_MEMBER void take_weights(const Shared &shared) {
 #pragma unroll
-    for (int e = 0; e < OWN * THREADS_A_ROW; e += WORKERS) {
-      const int place = e + threadIdx.x, mine = place / THREADS_A_ROW, dim = place % THREADS_A_ROW * DIMS;
-      const int row = rank * OWN + mine;
-      if (row >= item.rows || (OWN * THREADS_A_ROW % WORKERS && mine >= OWN)) continue; // the same for the whole warp
-      const int part = slot(lane & (PARTS - 1), mine);
-      const float part_base = shared.peer_base[part];
-      float x[DIMS] = {}, y[PARTS][DIMS];
+    for (int e = 0; e < ROUNDS; e++)
+#pragma unroll
+      for (int c = 0; c < PARTS; c++)
+        if (at[e] >= 0) weight[e][c] = shared.peer_weight[c * OWN + own_row(e)];
+  }
+
+  // Those of a block's groups, whose states are left.
+  DEVICE_MEMBER void make_weights(const Params &p, const Shared &shared) {
+#pragma unroll
+    for (int e = 0; e < ROUNDS; e++) {
+      if (at[e] < 0) continue;
+      const int row = own_row(e);
+      float base = NEG_INF, sum = 0.f;
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) base = fmaxf(base, shared.group[g].end_base[row]);
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) {
+        weight[e][g] = exp2_approx(shared.group[g].end_base[row] - (base == NEG_INF ? 0.f : base));
+        sum = fmaf(row_sum(shared.group[g], row), weight[e][g], sum);
+      }
+#pragma unroll
+      for (int g = 0; g < GROUPS; g++) weight[e][g] *= normaliser(sum);
+      if (dim(e)) continue;
+      if (p.combine == COMBINE_SCRATCH)
+        ((float2 *)p.partial_state)[at[e]] = make_float2(base, sum);
+      else
+        store_lse(p, at[e], base, sum);
+    }
+  }
+
+  DEVICE_MEMBER void finish(const Params &p, const float *peers) const {
+#pragma unroll
+    for (int e = 0; e < ROUNDS; e++) {
+      if (at[e] < 0) continue;
+      float x[2][DIMS] = {}, y[PARTS][DIMS]; // two sums, or each addition would wait for the one before
 #pragma unroll
       for (int c = 0; c < PARTS; c++) {
-        const int at = slot(c, mine);
-        const float *from = peers + at * HEAD_DIM + permuted(at, dim);
+        const int slot = c * OWN + own_row(e);
+        const float *from = peers + slot * HEAD_DIM + permuted(slot, dim(e));
         if constexpr (DIMS == 4)
           *(float4 *)y[c] = *(const float4 *)from;
         else
           y[c][0] = *from;
       }
-      float sum = 0.f, base = part_base;
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) sum += shared.peer_sum[part][w];
+      for (int c = 0; c < PARTS; c++)
 #pragma unroll
-      for (int d = PARTS / 2; d >= 1; d >>= 1) base = fmaxf(base, __shfl_xor_sync(~0u, base, d));
-      const float weight = exp2_approx(part_base - (base == NEG_INF ? 0.f : base));
-      sum *= weight;
+        for (int i = 0; i < DIMS; i++) x[c & 1][i] = fmaf(y[c][i], weight[e][c], x[c & 1][i]);
+      float z[DIMS];
 #pragma unroll
-      for (int c = 0; c < PARTS; c++) {
-        const float w = __shfl_sync(~0u, weight, c);
-#pragma unroll
-        for (int i = 0; i < DIMS; i++) x[i] = fmaf(y[c][i], w, x[i]);
-      }
-#pragma unroll
-      for (int d = PARTS / 2; d >= 1; d >>= 1) sum += __shfl_xor_sync(~0u, sum, d);
-      const float scale = normaliser(sum);
-#pragma unroll
-      for (int i = 0; i < DIMS; i++) x[i] = has_keys(sum) ? x[i] * scale * factor : 0.f;
+      for (int i = 0; i < DIMS; i++) z[i] = (x[0][i] + x[1][i]) * factor;
       if (RANKS == 1 && p.combine == COMBINE_SCRATCH) {
-        const i64 at = share * ROWS + row;
         if constexpr (DIMS == 4) {
-          store_partial(p, at * HEAD_DIM + dim, x[0], x[1]);
-          store_partial(p, at * HEAD_DIM + dim + 2, x[2], x[3]);
+          store_partial(p, at[e] * HEAD_DIM + dim(e), z[0], z[1]);
+          store_partial(p, at[e] * HEAD_DIM + dim(e) + 2, z[2], z[3]);
         }
-        if (dim == 0) ((float2 *)p.partial_state)[at] = make_float2(base, sum);
+      } else if constexpr (DIMS == 4) {
+        store_output(p, at[e], dim(e), z[0], z[1]), store_output(p, at[e], dim(e) + 2, z[2], z[3]);
       } else {
-        const i64 at = output_row(p, item, row);
-        if constexpr (DIMS == 4)
-          store_output(p, at, dim, x[0], x[1]), store_output(p, at, dim + 2, x[2], x[3]);
-        else
-          store_output(p, at, dim, x[0]);
-        if (dim == 0) store_lse(p, at, base, sum);
+        store_output(p, at[e], dim(e), z[0]);
       }
     }
   }
 };
 
 #ifdef HAS_CLUSTER
-// The end of a cluster's only item.
-template <int RANKS>
-DEVICE void meet_in_cluster(const Params &p, const Item &item, const Output &o, const Softmax &softmax, float *peers, Shared &shared,
-                            int rank, int group, int warp, int lane) {
-  const Meeting<RANKS> meeting = {rank};
+// The copying warp's part in the end of a cluster's only item: while the last outputs are taken, it makes weights of the states of
+// all parts. A lane has one row of a group, and then one part of a row that this block owns.
+DEVICE void settle_states(const Params &p, const Item &item, Shared &shared, int rank, int lane) {
+  const int rank_bits = __ffs(p.splits.value) - 1, own_bits = 4 - rank_bits, own = 1 << own_bits;
+  const int group = min(lane / ROWS, GROUPS - 1), row = lane % ROWS;
+  const int slot = ((rank * GROUPS + group) << own_bits) + (row & (own - 1));
+  const u32 barrier = shared_address(&shared.states_here), offset = address_in_rank(barrier, row >> own_bits) - barrier;
+  const u32 to = shared_address(&shared.peer_state[slot]) + offset;
+  constexpr int GROUP_BITS = GROUPS - 1; // one or two groups
+  const int part_bits = rank_bits + GROUP_BITS, part = lane & ((1 << part_bits) - 1), mine = (lane >> part_bits) & (own - 1);
+  const int at = (part << own_bits) + mine, owned = rank * own + mine; // the first GROUPS * ROWS lanes are all parts of own rows
+  const i64 out = output_row(p, item, owned);
   cluster_wait(); // all blocks of the cluster have started: their shared memory may be written
-  meeting.give(o, softmax, peers, shared, group, warp, lane);
-  barrier_wait_for_peers(&shared.arrival, 0);
-  meeting.merge(p, item, peers, shared, 0, lane);
+  barrier_wait(&shared.states_left, 0);
+  if (lane < GROUPS * ROWS) {
+    const GroupShared &from = shared.group[group];
+    send(to, barrier + offset, make_float2(from.end_base[row], row_sum(from, row)));
+  }
+  barrier_wait_for_peers(&shared.states_here, 0);
+  const float2 state = shared.peer_state[at];
+  float base = state.x;
+#pragma unroll
+  for (int d = 16; d >= 1; d >>= 1) {
+    const float other = __shfl_xor_sync(~0u, base, d);
+    if (d < 1 << part_bits) base = fmaxf(base, other);
+  }
+  float weight = exp2_approx(state.x - (base == NEG_INF ? 0.f : base)), sum = state.y * weight;
+#pragma unroll
+  for (int d = 16; d >= 1; d >>= 1) {
+    const float other = __shfl_xor_sync(~0u, sum, d);
+    if (d < 1 << part_bits) sum += other;
+  }
+  if (lane < GROUPS * ROWS) shared.peer_weight[at] = weight * normaliser(sum);
+  release(&shared.weights_here, lane);
+  if (part == 0 && lane < GROUPS * ROWS && owned < item.rows) store_lse(p, out, base, sum);
+}
+
+// The computing warps' part, after their outputs have been given.
+template <int RANKS> DEVICE void meet_in_cluster(const Params &p, const Item &item, const float *peers, Shared &shared, int rank) {
+  Meeting<RANKS> meeting(p, item, 0, rank);
+  barrier_wait(&shared.weights_here, 0);
+  meeting.take_weights(shared);
+  barrier_wait_for_peers(&shared.outputs_here, 0);
+  meeting.finish(p, peers);
 }
 #endif
 
 // One group had all of a share: its result goes from registers to memory, or as the partial result of `share` (scratch).
 DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, const Softmax &softmax, GroupShared &mine, i64 share,
                          int warp, int lane) {
-  const RowTotals t = total_rows(softmax, mine.by_warp, 0, warp, lane);
+  leave_states(softmax, mine, warp, lane);
+  group_sync(0);
   const bool scratch = p.combine == COMBINE_SCRATCH;
   const float factor = scratch ? 1.f : output_factor(p);
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     const int row = (lane >> 2) + 8 * r;
     if (row >= item.rows) continue;
-    const float scale = normaliser(t.sum[r]);
+    const float sum = row_sum(mine, row), scale = normaliser(sum);
     const i64 at = scratch ? share * ROWS + row : output_row(p, item, row);
 #pragma unroll
     for (int i = 0; i < OUT_VECTORS; i++) {
       OutVector x;
       output_vector(o, i, r, x);
 #pragma unroll
-      for (int e = 0; e < OUT_VECTOR; e++) x[e] = has_keys(t.sum[r]) ? x[e] * scale * factor : 0.f;
+      for (int e = 0; e < OUT_VECTOR; e++) x[e] = has_keys(sum) ? x[e] * scale * factor : 0.f;
       const int dim = vector_dim(warp, lane, i);
 #pragma unroll
       for (int e = 0; e < OUT_VECTOR; e += 2) {
@@ -238,9 +313,9 @@ DEVICE void finish_alone(const Params &p, const Item &item, const Output &o, con
     }
     if (warp == 0 && (lane & 3) == 0) {
       if (scratch)
-        ((float2 *)p.partial_state)[at] = make_float2(t.base[r], t.sum[r]);
+        ((float2 *)p.partial_state)[at] = make_float2(softmax.base[r], sum);
       else
-        store_lse(p, at, t.base[r], t.sum[r]);
+        store_lse(p, at, softmax.base[r], sum);
     }
   }
 }
@@ -264,7 +339,7 @@ DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &r
     if (SCALED) clear_unused_scales(p, stage + 2 * SIDE_BYTES + SCALE_BYTES, info, warp * 32 + lane);
   }
   if (group_sync_or(group, fresh || softmax.outgrown(largest))) { // rare after the first tile: weights from a new base
-    softmax.raise(&by_warp[0][0], lane, o);
+    softmax.raise(&by_warp[0][0], lane, fresh, o);
     softmax.write_weights(s, weights, added);
     group_sync(group);
   }
@@ -273,11 +348,17 @@ DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &r
 
 // The copying warp's part: for every item the tiles of this block's share. Each group's last is marked so; a
 // group that would get none gets a mark without data.
-DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u32 stride, int rank, int lane) {
+DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u32 first, u32 stride, int rank, int lane) {
+  // As offsets that are kept: their bases would be computed between the list and the first copy.
+  u32 at_shared = shared_address(&shared_here), at_stages = shared_address(stages_here);
+  keep(at_shared, lane), keep(at_stages, lane);
+  Shared &shared = *(Shared *)__cvta_shared_to_generic(at_shared);
+  u8 *const stages = (u8 *)__cvta_shared_to_generic(at_stages);
   RingPosition<STAGES> at;
   int unused = STAGES; // stages that nothing was copied into yet
   const int splits = p.splits.value;
-  const u64 policy = l2_evict_first(); // K and V are read once. Also what keeps a deep ring from crowding L2: kernel-notes
+  // K and V of a request's only token are read once; other tokens of it may select the same blocks. Kernel-notes, "What holds".
+  const u64 policy = p.seqlen_q.value > 1 ? l2_evict_some_first() : l2_evict_first();
   auto copy = [&](const TileSource &tile, int head) {
     copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, at.parity, unused == 0, policy, lane);
     unused = max(unused - 1, 0);
@@ -295,8 +376,9 @@ DEVICE void copy_items(const Params &p, Shared &shared, u8 *stages, u32 first, u
     constexpr int PER_BLOCK = BLOCK_KEYS / TILE;
     int marked = 0;
     for (int base = 0; base < p.topk; base += LIST) {
-      int block, lo, hi;
-      const int blocks = selection.blocks(p, base, lane, block, lo, hi);
+      int blocks, block, lo = 0, hi;
+      if (!selection.plain || !selection.ascending_blocks(p, lane, blocks, block, hi))
+        blocks = selection.blocks(p, base, lane, block, lo, hi);
       // The second half of the list's last block may lie past the token's limit.
       const bool short_end = PER_BLOCK == 2 && blocks > 0 && __shfl_sync(~0u, hi, blocks - 1) <= TILE;
       const int tiles = blocks * PER_BLOCK - short_end;
@@ -317,11 +399,6 @@ DEVICE TileInfo next_tile(Ring &ring, const RingPosition<STAGES> &at) {
   return ring.info[at.slot];
 }
 
-DEVICE void release(Barrier *empty, int lane) {
-  __syncwarp();
-  if (lane == 0) barrier_arrive(empty);
-}
-
 // A computing group's part.
 DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *weights, float *peers, u8 *value_scales, u32 first,
                           u32 stride, int rank, int group, int warp, int lane) {
@@ -335,12 +412,14 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
   Shared &shared = *(Shared *)__cvta_shared_to_generic(at_shared);
   GroupShared &mine = shared.group[group];
   const LaneAddresses first_at(p, shared_address(stages), shared_address(weights), warp, lane);
+  const bool cluster = CAN_CLUSTER && p.combine == COMBINE_CLUSTER;
+  const Delivery delivery(shared, peers, cluster ? p.splits.value : 1, cluster ? rank : 0, group, warp, lane);
   u32 turn = 0;
   for (u32 index = first; index < p.items; index += stride) {
     const Item item(p, index);
     if (index == first) {
 #ifdef HAS_CLUSTER
-      if (p.combine == COMBINE_CLUSTER) cluster_arrive_relaxed(); // waited for before anything is sent
+      if (cluster) cluster_arrive_relaxed(); // waited for before anything is sent
 #endif
       wait_for_previous_kernel();
     }
@@ -357,6 +436,10 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
     Softmax softmax;
     softmax.reset(mine.row_scale, lane);
     Output o = {};
+#ifdef HAS_CLUSTER
+    if (cluster) cluster_wait(); // all blocks of the cluster have started: their shared memory may be written
+#endif
+    bool left = false; // cluster: the states have been left to the copying warp
     bool held = false, last = false; // a tile whose weights are written and whose output is not taken; it is the item's last
     // The scores of the next tile are taken before the output of the one held: two independent chains of products at a time.
     RingPosition<STAGES> at; // of the tile that is held
@@ -389,6 +472,11 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
       weigh_tile(p, s, info, shared.ring, at, stages + at.slot * STAGE_BYTES, first_at.write + turn * WEIGHT_BYTES, mine.by_warp,
                  !held, softmax, o, group, warp, lane);
       held = true, last = info.last;
+      if (last && cluster) { // before the output of this tile is taken: all blocks have the weights ready when outputs come
+        leave_states(softmax, mine, warp, lane);
+        release(&shared.states_left, lane);
+        left = true;
+      }
     }
     if (!last) { // a mark without data
       if (EARLY_K) release(&shared.ring.k_empty[next.slot], lane);
@@ -396,25 +484,33 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
       next.advance(GROUPS);
     }
 #ifdef HAS_CLUSTER
-    if (p.combine == COMBINE_CLUSTER) {
+    if (cluster) {
+      if (!left) {
+        leave_states(softmax, mine, warp, lane);
+        release(&shared.states_left, lane);
+      }
+      delivery.give<true>(o);
       switch (p.splits.value) {
-      case 2: meet_in_cluster<2>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
-      case 4: meet_in_cluster<4>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
-      case 8: meet_in_cluster<8>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
-      default: meet_in_cluster<16>(p, item, o, softmax, peers, shared, rank, group, warp, lane); break;
+      case 2: meet_in_cluster<2>(p, item, peers, shared, rank); break;
+      case 4: meet_in_cluster<4>(p, item, peers, shared, rank); break;
+      case 8: meet_in_cluster<8>(p, item, peers, shared, rank); break;
+      default: meet_in_cluster<16>(p, item, peers, shared, rank); break;
       }
       return;
     }
 #endif
+    const i64 share = (i64)index * p.splits.value + rank;
     if constexpr (GROUPS == 1) {
-      finish_alone(p, item, o, softmax, mine, (i64)index * p.splits.value + rank, warp, lane);
+      finish_alone(p, item, o, softmax, mine, share, warp, lane);
       continue;
     }
-    const Meeting<1> meeting = {0};
     if (index != first) workers_sync(); // the previous item has been merged
-    meeting.give(o, softmax, peers, shared, group, warp, lane);
+    leave_states(softmax, mine, warp, lane);
+    delivery.give<false>(o);
     workers_sync();
-    meeting.merge(p, item, peers, shared, (i64)index * p.splits.value + rank, lane);
+    Meeting<1> meeting(p, item, share, 0);
+    meeting.make_weights(p, shared);
+    meeting.finish(p, peers);
   }
 }
 
@@ -454,8 +550,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
         barrier_init(&shared.ring.empty[i], WARPS);
       }
 #ifdef HAS_CLUSTER
-      barrier_init(&shared.arrival, 1);
-      if (p.combine == COMBINE_CLUSTER) barrier_expect(&shared.arrival, PEER_BYTES);
+      barrier_init(&shared.states_left, GROUPS * WARPS);
+      barrier_init(&shared.weights_here, 1);
+      barrier_init(&shared.states_here, 1);
+      barrier_init(&shared.outputs_here, 1);
+      if (p.combine == COMBINE_CLUSTER) {
+        barrier_expect(&shared.states_here, PEER_STATE_BYTES);
+        barrier_expect(&shared.outputs_here, PEER_OUTPUT_BYTES);
+      }
 #endif
       publish_barriers();
     }
@@ -468,7 +570,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
 #endif
     copy_items(p, shared, dynamic, first, stride, rank, lane);
 #ifdef HAS_CLUSTER
-    if (p.combine == COMBINE_CLUSTER) cluster_wait();
+    if (CAN_CLUSTER && p.combine == COMBINE_CLUSTER) settle_states(p, Item(p, first), shared, rank, lane);
 #endif
   } else {
     compute_items(p, shared, dynamic, weights, peers, value_scales, first, stride, rank, warp / WARPS, warp % WARPS, lane);

@@ -224,11 +224,11 @@ DEVICE void output_tile(u32 v, u32 weights, u32 scales, Output &o) {
 // Output values lie in a lane as vectors of neighbouring dims: 4 where neighbouring dims are separate tiles, else 2.
 constexpr int OUT_VECTOR = KV_FORMAT == KV_FP8 || KV_FORMAT == KV_NVFP4 ? 4 : 2;
 constexpr int OUT_VECTORS = WARP_DIMS / (4 * OUT_VECTOR); // a lane's vectors per row
+constexpr int VECTOR_STEP = KV_FORMAT == KV_NVFP4 ? 4 : 4 * OUT_VECTOR; // dims from one of them to the next
 typedef float OutVector[OUT_VECTOR];
 
 DEVICE int vector_dim(int warp, int lane, int i) {
-  if constexpr (KV_FORMAT == KV_NVFP4) return warp * WARP_DIMS + (lane & 3) * 8 + i * 4;
-  return warp * WARP_DIMS + i * 4 * OUT_VECTOR + (lane & 3) * OUT_VECTOR;
+  return warp * WARP_DIMS + i * VECTOR_STEP + (lane & 3) * (KV_FORMAT == KV_NVFP4 ? 8 : OUT_VECTOR);
 }
 
 // Vector `i` of row (lane >> 2) + 8 * half.

@@ -23,7 +23,7 @@ struct Selection {
   int query;              // place of the token among its request's
   int id;                 // this lane's id of the first LIST
   int near[NEAR_ENTRIES]; // entries i * 32 + lane of the table row
-  bool paged, near_table;
+  bool paged, near_table, plain; // plain: a short selection of a paged cache whose table row is near
   int length, limit; // keys of the request; keys that the token may see
   int start;         // flat cache: row of position 0
   int largest;       // largest valid id so far
@@ -37,13 +37,14 @@ struct Selection {
     offset = p.q_offset ? p.q_offset + item.request * p.q_offset_step : nullptr;
     query = p.seqlen_q.remainder(item.token);
     near_table = paged && p.table_width <= NEAR_ENTRIES * 32;
+    plain = near_table && p.topk <= LIST;
     largest = -1;
   }
 
   // Everything whose address is known is asked for at once. What follows the reads is on the way to the first copy: 32 bits
   // where they are enough.
   DEVICE_MEMBER void load(const Params &p, int lane) {
-    const int first = read_global(lengths);
+    const int first = read_global(lengths), from = offset ? read_global(offset) : p.q_offset_int;
     id = lane < p.topk ? read_global(ids + lane) : -1;
     if (near_table)
 #pragma unroll
@@ -54,15 +55,8 @@ struct Selection {
       const i64 keys = (i64)read_global(lengths + p.lengths_step) - first;
       start = first, length = (int)max(0LL, min(keys, 0x7fffffffLL));
     }
-    limit = length;
-    if (p.causal) {
-      if (offset || p.has_q_offset_int) {
-        const i64 end = (i64)(offset ? read_global(offset) : p.q_offset_int) + query + 1;
-        limit = (int)max(min((i64)length, end), 0LL);
-      } else {
-        limit = max(length - (int)p.seqlen_q.value + query + 1, 0); // query < seqlen_q
-      }
-    }
+    const i64 end = offset || p.has_q_offset_int ? (i64)from + query + 1 : (i64)length - (int)p.seqlen_q.value + query + 1;
+    limit = p.causal ? (int)max(min((i64)length, end), 0LL) : length;
   }
 
   DEVICE_MEMBER int page(int block, bool valid) const {
@@ -74,6 +68,24 @@ struct Selection {
       if (block >> 5 == i) page = entry;
     }
     return page;
+  }
+
+  // What `blocks` below does, for ids that ascend with nothing to leave out but at the end: nearly all, and it is on the way to the
+  // first copy, where every branch counts. False where they are not so.
+  DEVICE_MEMBER bool ascending_blocks(const Params &p, int lane, int &count, int &block, int &hi) const {
+    const int before = __shfl_up_sync(~0u, id, 1);
+    int entry = near[0];
+#pragma unroll
+    for (int i = 0; i < NEAR_ENTRIES; i++) {
+      const int other = __shfl_sync(~0u, near[i], id & 31);
+      entry = id >> 5 == i ? other : entry;
+    }
+    const bool valid = (u32)id < min(((u32)length + (BLOCK_KEYS - 1)) / BLOCK_KEYS, (u32)p.table_width);
+    const bool ordered = !valid || lane == 0 || before < id;
+    hi = min(BLOCK_KEYS, (int)((u32)limit - (u32)id * BLOCK_KEYS)); // any id: it may be no valid one
+    const u32 kept = __ballot_sync(~0u, valid && hi > 0 && entry >= 0 && entry < p.cache_rows);
+    block = entry, count = __popc(kept);
+    return __all_sync(~0u, ordered) && !(kept & (kept + 1));
   }
 
   // True where an equal id stands at an earlier place of the row. `valid` lanes hold entries base + lane; `more` follow.

@@ -54,15 +54,16 @@ struct Softmax {
     return largest[0] - base[0] > SLACK - BIAS || largest[1] - base[1] > SLACK - BIAS;
   }
 
-  // Raises the bases to the block's largest scores and scales what was accumulated. `all` holds every warp's largest, [WARPS][ROWS].
-  DEVICE_MEMBER void raise(const float *all, int lane, Output &o) {
+  // Raises the bases to the block's largest scores and scales what was accumulated, if anything was. `all` holds every warp's
+  // largest, [WARPS][ROWS].
+  DEVICE_MEMBER void raise(const float *all, int lane, bool fresh, Output &o) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
-      float now = base[r];
+      const float before = base[r];
 #pragma unroll
-      for (int w = 0; w < WARPS; w++) now = fmaxf(now, all[w * ROWS + (lane >> 2) + 8 * r] + BIAS);
-      const float factor = now == NEG_INF ? 1.f : exp2_approx(base[r] - now);
-      base[r] = now;
+      for (int w = 0; w < WARPS; w++) base[r] = fmaxf(base[r], all[w * ROWS + (lane >> 2) + 8 * r] + BIAS);
+      if (fresh) continue;
+      const float factor = base[r] == NEG_INF ? 1.f : exp2_approx(before - base[r]);
       sum[r] *= factor;
 #pragma unroll
       for (int d = 0; d < DIM_TILES; d++) o[d][2 * r] *= factor, o[d][2 * r + 1] *= factor;
