@@ -119,6 +119,38 @@ def test_query_lengths_differ_within_a_batch() -> None:
     assert_same_as_cpu(arguments, q_offset=offset, max_k_tiles=17)
 
 
+def decoding_lengths(batch: int, longest: int) -> list[int]:
+    some = [longest, 0, 1, longest // 2, 128, 129, longest - 1, longest // 9]
+    return [some[i * 5 % 8] if i % 3 else longest for i in range(batch)]
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("k_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize(
+    "batch, longest", [(1, 300), (1, 60_000), (1, 120_000), (3, 20_000), (16, 4000), (16, 8000), (64, 900), (64, 8192)]
+)
+def test_decoding_steps(batch: int, longest: int, k_dtype: torch.dtype, paged: bool) -> None:
+    """Requests with thread blocks to themselves, and those whose work is shared by all."""
+    for lengths in ([longest] * batch, decoding_lengths(batch, longest)):
+        arguments = case(lengths, [1] * batch, k_dtype=k_dtype, paged=paged)
+        blocks = -(-longest // 128)
+        for options in ({}, {"q_offset": longest // 3}, {"reduce_heads": True}):
+            assert_same_as_cpu(arguments, **options, max_k_tiles=blocks, max_seqlen_q=1)
+    assert_same_as_cpu(arguments, max_k_tiles=blocks + 3, max_seqlen_q=1)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("k_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("longest", [2600, 5000, 12_000])
+def test_requests_of_more_or_fewer_tokens_than_promised(longest: int, k_dtype: torch.dtype, paged: bool) -> None:
+    lengths, blocks = decoding_lengths(24, longest), -(-longest // 128)
+    for tokens in ([1] * 23 + [30], [0, 1, 2, 1] * 6, [0] * 23 + [24], [3] + [1] * 22 + [0]):
+        arguments = case(lengths, tokens, k_dtype=k_dtype, paged=paged)
+        want = msa_proxy_score(**on_cpu(arguments), max_k_tiles=blocks)
+        for bound in (1, None):
+            assert_close(msa_proxy_score(**arguments, max_k_tiles=blocks, max_seqlen_q=bound), want, arguments)
+
+
 @pytest.mark.parametrize("kv_heads, group", [(1, 1), (1, 5), (1, 16), (1, 70), (2, 4), (3, 1), (3, 24)])
 @pytest.mark.parametrize("paged", [True, False])
 def test_heads_are_reduced_in_the_kernel(paged: bool, kv_heads: int, group: int) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 COLUMNS = (8, 16, 32, 64)
 """(token, head) pairs that meet the keys together, by entry point."""
-_PARAMS = struct.Struct("11Q12q9I21i2f")  # struct ScoreParams of kernels/score_work.cuh
+_PARAMS = struct.Struct("11Q12q12I22i2f")  # struct ScoreParams of kernels/score_work.cuh
 _THREADS = 128
 _ENTRIES = tuple(f"msa_score_{n}" for n in COLUMNS)
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
@@ -66,7 +66,8 @@ def program_for(q: torch.dtype, k: torch.dtype) -> programs.KernelProgram:
 class ScorePlan:
     """How a call is cut. A tile is `tile_tokens` tokens of a request by `tile_heads` of a KV head's query heads.
 
-    `workers` thread blocks share the scored blocks in units of ``2**grain``. `fill_blocks` others, before them, write
+    `workers` thread blocks share the scored blocks in units of ``2**grain``, or `each` of them have a request to
+    themselves, if that is not 0, and share the `each_blocks` that it can have. `fill_blocks` others, before them, write
     what no token sees: ``2**fill_shift`` tokens side by side, whose blocks `fill_splits` of them share.
     """
 
@@ -75,6 +76,8 @@ class ScorePlan:
     tile_heads: int
     head_tiles: int
     workers: int
+    each: int
+    each_blocks: int
     grain: int
     fill_blocks: int
     fill_shift: int
@@ -128,9 +131,15 @@ def make_plan(
     most = (total_q // tile_tokens + batch) * apart * key_blocks
     grain = max((most // _MAX_WORK).bit_length(), 0)
     keys_stay = tokens > tile_tokens or head_tiles > 1
+    # Decoding: one row of blocks a request. Where there is a thread block for each, its number tells which.
+    one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
+    each = workers // batch if one_row and workers and workers % batch == 0 else 0
+    if key_blocks > each:
+        each = 0  # uneven lengths would make for uneven parts
     return ScorePlan(
-        columns, tile_tokens, tile_heads, head_tiles, workers, grain, fill_blocks, shift, splits, keys_stay
-    )
+        columns, tile_tokens, tile_heads, head_tiles, workers, each, key_blocks if each else 0, grain, fill_blocks, shift,
+        splits, keys_stay,
+    )  # fmt: skip
 
 
 def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int) -> ScorePlan:
@@ -175,10 +184,12 @@ def pack(p: ScoreProblem, plan: ScorePlan, output: Tensor) -> bytes:
         p.cu_seqlens_q.stride(0), lengths.stride(0), table_row, table_column, 0 if offsets is None else offsets.stride(0),
         output.stride(0), output.stride(1), output.stride(2),
         *divisor(max(plan.workers, 1)), *divisor(plan.tile_tokens), *divisor(plan.tile_heads),
+        *divisor(max(plan.each, 1)),
         row_step, most_keys, batch, q.shape[0], output.shape[1], k.shape[0] if paged else 0,
         p.page_table.shape[1] if p.page_table is not None else 0, k.shape[1], q.shape[1] // k.shape[1],
         _FORMATS.index(_FORMAT[q.dtype]), offset, p.q_offset is not None, p.causal, paged, p.reduce_heads,
         plan.head_tiles, plan.grain, plan.fill_blocks, plan.fill_shift, plan.fill_splits, plan.keys_stay,
+        plan.each_blocks,
         p.factor, batch / max(plan.workers, 1),
     )  # fmt: skip
 

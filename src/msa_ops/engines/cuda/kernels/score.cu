@@ -8,7 +8,8 @@
 // agree.
 //
 // A block of 128 keys is shared by a team of warps, which compare their largest scores in shared memory. Thread blocks share
-// all blocks of all requests evenly, from the lengths as they are on the device.
+// all blocks of all requests evenly, from the lengths as they are on the device. Where there is at most a block for each, it
+// follows from their number.
 constexpr int HEAD_DIM = 128;
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr bool SCALED = KV_FORMAT == KV_NVFP4;
@@ -41,6 +42,11 @@ template <int TILES> struct Part {
   bool present;                 // the block has a page
 };
 
+// The page of a block, -1 if the table has none.
+DEVICE int page_of(const ScoreParams &p, int index, int block) {
+  return p.paged && block < p.table_width ? p.table[index * p.table_row + block * p.table_column] : -1;
+}
+
 // A lane's way through its team's blocks of a run.
 struct KeyReader {
   const u8 *keys;   // its first key: in page 0, or in the present block of a flat cache
@@ -52,12 +58,12 @@ struct KeyReader {
   int block, last;
   int room; // how far its first key of the block lies before the last key that any token sees
 
-  DEVICE_MEMBER KeyReader(const ScoreParams &p, const Run &run, int first, int warp, int lane) {
+  DEVICE_MEMBER KeyReader(const ScoreParams &p, const Run &run, int first, int first_id, int warp, int lane) {
     const int own = first_key_of(warp, lane);
     block = first, last = run.last;
     if (p.paged) {
       ids = p.table + run.index * p.table_row + block * p.table_column;
-      id = block < last ? *ids : -1;
+      id = first_id;
     }
     room = run.highest - block * BLOCK_KEYS - own - 1;
     keys = p.k + run.kv_head * p.k_head + (i64)own * p.k_row + (lane & 3) * 16;
@@ -344,23 +350,25 @@ DEVICE void score_part(const Shared<COLUMNS> &shared, const Part<TILES> &part, i
   }
 }
 
-// Scores of a run. Teams take its blocks in turn.
+// Scores of a run. Teams take its blocks in turn; `page` is that of the team's first. `start`: see `score`.
 template <int COLUMNS>
-DEVICE void score_run(const ScoreParams &p, Shared<COLUMNS> &shared, const Run &run, u64 policy, u32 &turn) {
+DEVICE void score_run(const ScoreParams &p, Shared<COLUMNS> &shared, const Run &run, const Run &start, int page, u64 policy,
+                      u32 &turn) {
   using R = Ring<COLUMNS>;
   constexpr bool IN_STEP = R::DEPTH % R::PARTS == 0; // a place in the ring always has the same part of a block
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp / TEAM;
-  const int first = run.first + team, parts = (run.last - first + TEAMS - 1) / TEAMS * R::PARTS, lowest = run.lowest;
-  const int cells = p.reduce ? run.tokens : run.tokens * run.heads, span = p.reduce ? run.heads : 1;
-  KeyReader reader(p, run, first, warp, lane);
+  const int first = start.first + team, parts = (start.last - first + TEAMS - 1) / TEAMS * R::PARTS;
+  KeyReader reader(p, start, first, page, warp, lane);
   Part<R::TILES> ring[R::DEPTH];
 #pragma unroll
   for (int d = 0; d < R::DEPTH; d++)
-    if (d < parts) reader.ask(p, run, ring[d], d % R::PARTS, policy, lane);
+    if (d < parts) reader.ask(p, start, ring[d], d % R::PARTS, policy, lane);
   QueryRows<COLUMNS> rows;
-  rows.load(p, run);
+  rows.load(p, start);
+  if (p.each_blocks) __syncthreads(); // the first run stands in shared memory
   rows.store(p, run, shared);
   __syncthreads();
+  const int lowest = run.lowest, cells = p.reduce ? run.tokens : run.tokens * run.heads, span = p.reduce ? run.heads : 1;
 
   float best[COLUMNS / 4];
   for (int base = 0; base < parts; base += R::DEPTH) {
@@ -447,17 +455,28 @@ template <int COLUMNS> DEVICE void score(const ScoreParams &p) {
     return;
   }
   const u64 policy = p.keys_stay ? l2_evict_normal() : l2_evict_first();
-  if (warp == 0) {
+  if (!p.each_blocks && warp == 0) {
     Schedule schedule;
     schedule.begin(p, index, lane);
     if (lane == 0) shared.schedule = schedule;
   }
-  for (u32 turn = 0, which = 0;; which ^= 1) {
-    Run &run = shared.run[which];
-    if (threadIdx.x == 0) shared.schedule.next(p, run); // while others may still be at the run before
-    __syncthreads(); // which is done now
-    if (run.first == run.last) return;
-    score_run(p, shared, run, policy, turn);
+  for (u32 turn = 0, number = 0;; number++) {
+    Run &run = shared.run[number & 1];
+    Run start; // the same, in registers: no need to wait for shared memory
+    int page;  // of the team's first block
+    if (p.each_blocks && number == 0) {
+      const Share share(p, index);
+      page = page_of(p, share.index, share.first + warp / TEAM);
+      Schedule schedule;
+      schedule.begin(p, share, start);
+      if (threadIdx.x == 0) shared.schedule = schedule, run = start;
+    } else {
+      if (threadIdx.x == 0) shared.schedule.next(p, run); // while others may still be at the run before
+      __syncthreads();                                    // which is done now
+      if (run.first == run.last) return;
+      start = run, page = page_of(p, run.index, run.first + warp / TEAM);
+    }
+    score_run(p, shared, run, start, page, policy, turn);
   }
 }
 

@@ -19,6 +19,7 @@ struct ScoreParams {
   i64 out_head, out_block, out_token;
   Divisor workers;                 // thread blocks that score
   Divisor tile_tokens, tile_heads; // columns of the products: so many tokens of a request, so many heads of a group each
+  Divisor each;                    // thread blocks that a request has to itself, if `each_blocks`
   int k_row;                       // bytes
   int most_keys;                   // that a request can have, or rows of a flat cache
   int batch, total_q, blocks, pages, table_width, kv_heads, group, query_type, q_offset_int;
@@ -28,6 +29,7 @@ struct ScoreParams {
   int fill_blocks;             // thread blocks before those that score, which write what no token sees
   int fill_shift, fill_splits; // log2 of the tokens side by side in a fill block; fill blocks that share their blocks
   int keys_stay;               // keys are read again soon: they stay in L2
+  int each_blocks;             // most blocks of a request, which `each` thread blocks share; 0: `Schedule` shares all work
   float factor;                // NVFP4: global scales known on the host
   float requests_per_worker;
 };
@@ -94,6 +96,19 @@ struct Work {
   }
 };
 
+// A thread block's blocks where each request has `each` thread blocks to itself: those that it would have if the request were as
+// long as it can be. They follow from its number, so that their pages can be looked up side by side with the request.
+struct Share {
+  int index; // of the request
+  u32 slot;  // among the request's thread blocks
+  int first, last;
+
+  DEVICE_MEMBER Share(const ScoreParams &p, u32 worker) {
+    index = p.each.quotient(worker), slot = worker - index * p.each.value;
+    first = p.each.quotient(slot * p.each_blocks), last = p.each.quotient((slot + 1) * p.each_blocks);
+  }
+};
+
 // A thread block's part [at, end) of all units. `start` is where those of the present request start.
 struct Schedule {
   u32 at, end, start;
@@ -107,7 +122,7 @@ struct Schedule {
     start = 0, step = 0, index = 0;
     if (p.batch == 1) {
       take(p);
-      share(p, work.total, part);
+      share(p.workers, work.total, part);
       return;
     }
     u32 mine = 0, total = 0;
@@ -116,7 +131,7 @@ struct Schedule {
       mine = base + lane < p.batch ? Work(p, Request(p, base + lane)).total : 0;
       total += mine;
     }
-    share(p, __reduce_add_sync(ALL_LANES, total), part);
+    share(p.workers, __reduce_add_sync(ALL_LANES, total), part);
     if (at == end) return;
 #pragma unroll 1
     for (int base = 0; base < p.batch; base += 32) {
@@ -139,13 +154,26 @@ struct Schedule {
     take(p);
   }
 
+  // A share of a request: of its first tile, which as a rule is all, as a run, and of the others. By all threads alike.
+  DEVICE_MEMBER void begin(const ScoreParams &p, const Share &own, Run &run) {
+    start = 0, step = 0, index = own.index;
+    take(p);
+    share(p.each, work.tiles ? work.total - work.units : 0, own.slot);
+    at += work.units, end += work.units;
+    take_tokens(p, run, 0);
+    take_heads(p, run, 0);
+    run.request = request, run.index = index;
+    run.first = own.first, run.last = work.tiles ? min(own.last, (int)Request::blocks(p, run.highest)) : own.first;
+    run.before = run.more = false;
+  }
+
   DEVICE_MEMBER void take(const ScoreParams &p) { request = Request(p, index), work = Work(p, request); }
 
-  // The `part`-th of as many equal parts as there are workers: from total * part / workers on.
-  DEVICE_MEMBER void share(const ScoreParams &p, u32 total, u32 part) {
-    const u32 each = p.workers.quotient(total), rest = total - each * p.workers.value;
-    at = each * part + p.workers.quotient(rest * part);
-    end = each * (part + 1) + p.workers.quotient(rest * (part + 1));
+  // The `part`-th of as many equal parts as there are thread blocks: from total * part / blocks on.
+  DEVICE_MEMBER void share(const Divisor &blocks, u32 total, u32 part) {
+    const u32 each = blocks.quotient(total), rest = total - each * blocks.value;
+    at = each * part + blocks.quotient(rest * part);
+    end = each * (part + 1) + blocks.quotient(rest * (part + 1));
   }
 
   // By one thread.
