@@ -290,8 +290,12 @@ def test_a_long_selection_of_few_items_goes_past_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", [(2, 4, 128, 2, 1, 1, 0), (1, 4, 128, 3, 2, 3, 0), (1, 4, 128, 3, 2, 0, 0), (1, 4, 128, 3, 2, 1, -1)]
-)
+    "override",
+    [
+        (2, 4, 128, 2, 1, 1, 0), (1, 4, 128, 3, 2, 3, 0), (1, 4, 128, 3, 2, 0, 0), (1, 4, 128, 3, 2, 1, -1),
+        (3, 4, 64, 5, 1, 4, 0), (1, 4, 128, 3, 3, 2, 0),
+    ],
+)  # fmt: skip
 def test_a_forced_plan_that_cannot_run_is_refused(override: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="MSA_OPS_PLAN"):
         planned(dataclasses.replace(shape(tokens=1), override=override), DeviceFacts.of_capability((9, 0)))
@@ -340,6 +344,17 @@ def test_candidates_are_for_free_calls_of_few_items() -> None:
     ):
         assert plan.candidates(dataclasses.replace(shape(tokens=8), **hint), facts) == []
     assert plan.candidates(shape(tokens=17), facts) == [], "more than half the multiprocessors"
+    wide, (whole, tall) = plan.wide_variant(KVFormat.BF16, facts), plan.cluster_variants(KVFormat.BF16, facts)
+    for tokens, topk, wanted in (
+        (1, 16, [whole]),
+        (1, 20, []),
+        (2, 16, [tall, wide]),
+        (8, 16, [tall, wide]),
+        (9, 16, [wide]),
+    ):
+        assert plan.candidates(shape(KVFormat.BF16, tokens, topk=topk), facts) == wanted, (
+            "nothing is loaded for nothing"
+        )
     assert plan.candidates(shape(tokens=8), DeviceFacts.of_capability((10, 0))) == []
 
 

@@ -154,8 +154,7 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
             forced = None if special else plan.Combine[way.upper()]
             shape = plan.Shape(route.kv, tokens, size.kv_heads, size.group, size.topk, None, forced)
             taken = plan.plan_for(shape, facts, functools.partial(plan.typical_room, facts))
-            cluster = way in selftest._CLUSTER_WAYS
-            assert taken.combine.name.lower() == ("cluster" if cluster else "none" if special else way)
+            assert taken.combine.name.lower() == selftest.route_of(way)
             want = special or plan.choose_variant(route.kv, facts)
             assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)

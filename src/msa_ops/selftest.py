@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ from .contract import _KV_FORMAT, _KV_FORMATS_OF_Q, _OUT_DTYPE, BLOCK_SIZE, HEAD
 from .engines.cuda.plan import (
     Combine,
     DeviceFacts,
+    LaunchPlan,
+    Shape,
     Variant,
     choose_variant,
     cluster_variants,
     dense_variants,
+    plan_for,
+    typical_room,
     wide_variant,
 )
 
@@ -132,8 +136,24 @@ def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
     """The kernels beside the usual one, by the way that takes them."""
     wide = wide_variant(route.kv, facts)
     found = {} if wide is None else {"wide": wide}
-    found |= dict(zip(_CLUSTER_WAYS, cluster_variants(route.kv, facts), strict=False))
+    for way, variant in zip(_CLUSTER_WAYS, cluster_variants(route.kv, facts), strict=False):
+        if _plan(route, way, facts).variant == variant:  # a part of a GPU may have no room for such clusters
+            found[way] = variant
     return found | {f"dense-{v.min_blocks}": v for v in dense_variants(route.kv, facts)}
+
+
+def route_of(way: str) -> str:
+    """What `explain` calls the route of a way."""
+    if way in _CLUSTER_WAYS:
+        return "cluster"
+    return way if way in _FORCED or way == "segments" else "none"
+
+
+def _plan(route: Route, way: str, facts: DeviceFacts) -> LaunchPlan:
+    """The plan of a way's problem by an estimate of how many clusters fit."""
+    size = _size(way, facts)
+    shape = Shape(route.kv, len(size.lengths) * size.seqlen_q, size.kv_heads, size.group, size.topk)
+    return plan_for(shape, facts, partial(typical_room, facts))
 
 
 # --- the problems ------------------------------------------------------------------------------------------------------
@@ -280,9 +300,8 @@ def _call(device: str, route: Route, way: str, size: _Size) -> tuple[Tensor, Ten
         how = explain(*args, **kwargs)
         result = msa_sparse_decode_attention(*args, **kwargs)
     special = not forced and way != "segments"
-    want = "none" if special else way
-    if how.route != want:
-        raise RuntimeError(f"the call took the route {how.route}, not {want}: {how.why}")
+    if how.route != route_of(way):
+        raise RuntimeError(f"the call took the route {how.route}, not {route_of(way)}: {how.why}")
     if special and how.variant != _special_variant(route, way, device):
         raise RuntimeError(f"the call took the kernel {how.variant}, not the {way} one")
     assert isinstance(result, tuple)

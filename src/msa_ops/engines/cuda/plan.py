@@ -78,7 +78,7 @@ class Variant:
     @property
     def static_shared_bytes(self) -> int:
         """Upper bound of the kernel's static shared memory, in the kilobytes that the ring's alignment makes of it."""
-        return 1024 if self.groups * self.warps <= 4 else 2048
+        return 1024 if self.groups * self.warps <= 4 and self.stages <= 3 else 2048
 
     def dynamic_bytes(self, combine: Combine) -> int:
         """Dynamic shared memory: the copy ring, each group's two buffers of weights, the query (NVFP4, four blocks),
@@ -278,9 +278,10 @@ def candidates(shape: Shape, facts: DeviceFacts) -> list[Variant]:
         return []
     special = cluster_variants(shape.kv_format, facts)
     if shape.items < _WIDE_ITEMS:
-        return special[:1]
+        return special[:1] if shape.topk in CLUSTER_SIZES else []
+    tall = special[1:] if shape.items * _TALL_RANKS <= facts.multiprocessors else []
     wide = wide_variant(shape.kv_format, facts)
-    return [*special[1:], *([] if wide is None else [wide])]
+    return [*tall, *([] if wide is None else [wide])]
 
 
 def plan_for(shape: Shape, facts: DeviceFacts, room_of: Callable[[Variant], ClusterRoom]) -> LaunchPlan:
@@ -351,6 +352,8 @@ def _overridden(shape: Shape) -> LaunchPlan:
         raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
     if combine is Combine.CLUSTER and splits not in CLUSTER_SIZES:
         raise ValueError(f"MSA_OPS_PLAN: a cluster has 2, 4, 8 or 16 blocks, got splits = {splits}")
+    if combine is Combine.CLUSTER and groups > 2:
+        raise ValueError(f"MSA_OPS_PLAN: blocks of a cluster have one or two groups of warps, got {shape.override}")
     if combine is Combine.CLUSTER and min_blocks > 2:
         raise ValueError(
             f"MSA_OPS_PLAN: variants of more than 2 blocks a multiprocessor have no clusters, got {shape.override}"

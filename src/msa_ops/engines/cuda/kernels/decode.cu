@@ -149,6 +149,7 @@ template <int RANKS> struct Meeting {
   static constexpr int DIMS = OWN * (HEAD_DIM / 4) < WORKERS ? 1 : 4, THREADS_A_ROW = HEAD_DIM / DIMS;
   static constexpr int ROUNDS = (OWN * THREADS_A_ROW - 1) / WORKERS + 1;
   float weight[ROUNDS][PARTS]; // of every part in a row, over the row's sum
+  bool keys[ROUNDS];           // the row has some
   float factor;                // of the output
   i64 at[ROUNDS];              // where the row goes; below 0: there is none
 
@@ -170,10 +171,13 @@ template <int RANKS> struct Meeting {
   // A cluster's, as the copying warp has made them.
   DEVICE_MEMBER void take_weights(const Shared &shared) {
 #pragma unroll
-    for (int e = 0; e < ROUNDS; e++)
+    for (int e = 0; e < ROUNDS; e++) {
+      if (at[e] < 0) continue;
+      float all = 0.f;
 #pragma unroll
-      for (int c = 0; c < PARTS; c++)
-        if (at[e] >= 0) weight[e][c] = shared.peer_weight[c * OWN + own_row(e)];
+      for (int c = 0; c < PARTS; c++) all += weight[e][c] = shared.peer_weight[c * OWN + own_row(e)];
+      keys[e] = has_keys(all); // all of them are 0 where the sum is
+    }
   }
 
   // Those of a block's groups, whose states are left.
@@ -192,6 +196,7 @@ template <int RANKS> struct Meeting {
       }
 #pragma unroll
       for (int g = 0; g < GROUPS; g++) weight[e][g] *= normaliser(sum);
+      keys[e] = has_keys(sum);
       if (dim(e)) continue;
       if (p.combine == COMBINE_SCRATCH)
         ((float2 *)p.partial_state)[at[e]] = make_float2(base, sum);
@@ -220,7 +225,7 @@ template <int RANKS> struct Meeting {
         for (int i = 0; i < DIMS; i++) x[c & 1][i] = fmaf(y[c][i], weight[e][c], x[c & 1][i]);
       float z[DIMS];
 #pragma unroll
-      for (int i = 0; i < DIMS; i++) z[i] = (x[0][i] + x[1][i]) * factor;
+      for (int i = 0; i < DIMS; i++) z[i] = keys[e] ? (x[0][i] + x[1][i]) * factor : 0.f;
       if (RANKS == 1 && p.combine == COMBINE_SCRATCH) {
         if constexpr (DIMS == 4) {
           store_partial(p, at[e] * HEAD_DIM + dim(e), z[0], z[1]);
@@ -357,7 +362,7 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
   RingPosition<STAGES> at;
   int unused = STAGES; // stages that nothing was copied into yet
   const int splits = p.splits.value;
-  // K and V of a request's only token are read once; other tokens of it may select the same blocks. Kernel-notes, "What holds".
+  // K and V of a request's only token are read once; other tokens of it may select the same blocks. Kernel-notes, "The chain of a short call".
   const u64 policy = p.seqlen_q.value > 1 ? l2_evict_some_first() : l2_evict_first();
   auto copy = [&](const TileSource &tile, int head) {
     copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, at.parity, unused == 0, policy, lane);
