@@ -228,7 +228,9 @@ def _nvfp4(r: dict[str, Any]) -> list[str]:
     if not ratios:
         return []
     spread = f"{min(ratios):.2f} to {max(ratios):.2f} times as fast as our bf16"
-    return [f"NVFP4 is {spread} from {goals.NVFP4_FROM_ITEMS} (token, KV head) items on."]
+    return [
+        f"NVFP4 is {spread} from {goals.NVFP4_FROM_ITEMS} (token, KV head) items on (wanted: {goals.NVFP4_OVER_BF16})."
+    ]
 
 
 def _step() -> list[str]:

@@ -82,6 +82,7 @@ PLANAR_FORMS = ("planar", "planar_pool")
 class Spec:
     """What a call looks like.
 
+    `scale_start`: bytes from a 16-byte boundary to tiled block scales.
     `ids`: ``ascending`` (what `msa_topk_select` makes), ``mixed`` (any order, holes, duplicates, out of range), ``all``
     (every block, last first), ``none`` (junk alone).
     """
@@ -106,6 +107,7 @@ class Spec:
     q_offset: int | tuple[int, ...] | None = None
     share_prefix: bool = False
     scale_rank: int = 1
+    scale_start: int = 0
     scale_dtype: str = "uint8"
     fill: str = "nan"
     seed: int = 0
@@ -390,8 +392,11 @@ def _cache(
     if kind == "nvfp4":
         for name, s in zip(("k_scale", "v_scale"), scale, strict=True):
             # Longer than need be: only a smaller tensor is an error.
-            room = _filled((nvfp4_bytes.tiled_size(used.numel()) + 1024,), "scale", spec.fill, poison)
-            tiled = nvfp4_bytes.tile(s.flatten(0, -2), room).to(device)
+            room = _filled(
+                (spec.scale_start + nvfp4_bytes.tiled_size(used.numel()) + 1024,), "scale", spec.fill, poison
+            )
+            room[spec.scale_start :] = nvfp4_bytes.tile(s.flatten(0, -2), room[spec.scale_start :])
+            tiled = room.to(device)[spec.scale_start :]
             tiled = tiled.view(-1, 8) if spec.scale_rank == 2 else tiled
             scales[name] = tiled.view(torch.float8_e4m3fn) if spec.scale_dtype == "fp8" else tiled
     return k, v, scales, keys, values

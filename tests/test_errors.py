@@ -101,6 +101,20 @@ def put_out_inside(name: str) -> Callable[[Call], None]:
     return change
 
 
+def put_inside_output(name: str, output: str, dtype: torch.dtype) -> Callable[[Call], None]:
+    """A small tensor argument that lies in an output's memory."""
+
+    def change(call: Call) -> None:
+        q = call["q"]
+        room = (
+            torch.zeros_like(q) if output == "out" else torch.zeros(q.shape[:2], dtype=torch.float32, device=q.device)
+        )
+        small = 1 if "scale" in name else call["seqused_k"].shape[0]
+        call.update({output: room, name: room.view(-1).view(dtype)[:small]})
+
+    return change
+
+
 def grad(call: Call, name: str) -> None:
     call[name] = call[name].detach().clone().requires_grad_()
 
@@ -355,6 +369,15 @@ ROWS = [
         ("lse_out", "return_softmax_lse=True", "both or neither"),
     ),
     Refused("lse_out in q", put_lse_inside("q"), ("lse_out", "share memory with q")),
+    *[
+        Refused(f"{name} in {output}", put_inside_output(name, output, dtype), (output, f"share memory with {name}"))
+        for output in ("out", "lse_out")
+        for name, dtype in (
+            ("k_global_scale", torch.float32),
+            ("v_global_scale", torch.float32),
+            ("q_offset", torch.int32),
+        )
+    ],
     Refused("lse_out in out", put_lse_inside("out"), ("lse_out", "share memory with out")),
     Refused("lse_out bf16", put(lse_out=torch.empty(4, 8).bfloat16()), ("lse_out", "float32", "bfloat16")),
     Refused("lse_out shape", put(lse_out=torch.empty(8, 4)), ("lse_out", "(4, 8)", "(8, 4)")),

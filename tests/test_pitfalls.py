@@ -223,7 +223,7 @@ def test_unused_table_columns_do_not_matter(device: str) -> None:
 
 
 @pytest.mark.parametrize("which", [["k"], ["v"], ["k_scale"], ["v_scale"], ["k", "v", "k_scale", "v_scale"]], ids=str)
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("kv_heads", [1, 2, 4, 8])
 def test_a_planar_region_is_found_by_its_own_strides(which: list[str], kv_heads: int, device: str) -> None:
     """13. A planar view made `.contiguous()`: right shape, wrong bytes, where the page is guessed from one view."""
     case = build(Spec(kv_dtype="nvfp4", form="planar_pool", kv_heads=kv_heads, k_global_scale=0.3), device)
@@ -344,7 +344,7 @@ def test_largest_topk(device: str) -> None:
 
 
 @pytest.mark.parametrize("scale_dtype", ["uint8", "fp8"])
-@pytest.mark.parametrize("kv_heads", [1, 3, 4])
+@pytest.mark.parametrize("kv_heads", [1, 3, 4, 8])
 def test_planar_v_scales_are_interleaved(kv_heads: int, scale_dtype: str, device: str) -> None:
     """20. V scales swizzled, read as linear: one value and one scale of each (token, group) must meet."""
     spec = Spec(kv_dtype="nvfp4", form="planar", kv_heads=kv_heads, lengths=(130, 60), scale_dtype=scale_dtype)
@@ -354,6 +354,18 @@ def test_planar_v_scales_are_interleaved(kv_heads: int, scale_dtype: str, device
     if device == "cpu":
         wrong = nvfp4_bytes.interleave_v_scales(linear.contiguous()).view(case.kwargs["v_scale"].dtype)
         assert not torch.equal(case.run(v_scale=wrong)[0].nan_to_num(), right[0])
+
+
+@pytest.mark.parametrize("form", ["hnd", "nhd", "flat"])
+@pytest.mark.parametrize("start", [4, 8, 12])
+def test_tiled_scales_may_start_on_any_word(start: int, form: str, device: str) -> None:
+    """20. Scales that are copied 16 bytes at a time from where they are not."""
+    spec = Spec(
+        kv_dtype="nvfp4", form=form, lengths=(300, 129, 64), kv_heads=2, ids="all", scale_rank=2, scale_start=start
+    )
+    case = build(spec, device)
+    assert case.kwargs["k_scale"].data_ptr() % 16 == start
+    assert_matches_oracle(case)
 
 
 @pytest.mark.parametrize("form", ["hnd", "nhd", "flat"])

@@ -1,4 +1,5 @@
-"""The quantising kernels without a GPU: what the compiler made of them, their parameters, their arithmetic and addresses."""
+"""The quantising kernels without a GPU: what the compiler made of them and their parameters, and arithmetic and addresses by a
+NumPy model of them. That the kernels do as the model does is for `test_quantize_gpu.py` to see."""
 
 from __future__ import annotations
 

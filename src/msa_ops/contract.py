@@ -174,13 +174,13 @@ def check(call: DecodeCall) -> DecodeProblem:
     _check_lengths(call)
     _check_scales(call)
     _check_selection(call)
-    _check_outputs(call)
-    _check_autograd(call)
     softmax_scale = SOFTMAX_SCALE if call.softmax_scale is None else _number("softmax_scale", call.softmax_scale)
     k_factor, k_global = _global_scale("k_global_scale", call.k_global_scale, call.q)
     _require_float32("softmax_scale * k_global_scale", softmax_scale * k_factor)
     output_scale, v_global = _global_scale("v_global_scale", call.v_global_scale, call.q)
     q_offset_int, q_offset = _query_offset(call)
+    _check_outputs(call)  # after all that they are to lie apart from
+    _check_autograd(call)
     problem = DecodeProblem(
         call.q, call.k, call.v, call.q2k_indices, call.page_table, call.seqused_k, call.cu_seqlens_k, call.k_scale,
         call.v_scale, k_global, v_global, q_offset, None if call.workspace is None else call.workspace.buffer,
@@ -496,13 +496,16 @@ def _check_output(name: str, t: Tensor, shape: tuple[int, ...], dtype: torch.dty
         raise ValueError(f"{name} must be contiguous, got strides {t.stride()}: nothing is copied into it")
 
 
-_IN_USE = ("q", "k", "v", "q2k_indices", "page_table", "seqused_k", "cu_seqlens_k", "k_scale", "v_scale", "out")
+_IN_USE = (
+    "q", "k", "v", "q2k_indices", "page_table", "seqused_k", "cu_seqlens_k", "q_offset", "k_scale", "v_scale",
+    "k_global_scale", "v_global_scale", "out",
+)  # fmt: skip
 
 
 def _check_apart(name: str, output: Tensor, call: DecodeCall) -> None:
     for other in _IN_USE:
         t = getattr(call, other)
-        if other != name and t is not None and _overlap(output, t):
+        if other != name and isinstance(t, Tensor) and _overlap(output, t):
             raise ValueError(f"{name} must not share memory with {other}: both are in use while the call runs")
 
 

@@ -68,7 +68,8 @@ def warmup(
 
 
 def msa_decode_nvfp4_specialized_warmup(device: torch.device | str | int | None = None) -> tuple[str, ...]:
-    """`warmup` for NVFP4 KV alone, in both scale layouts. The CPU needs no warm-up: an empty tuple."""
+    """`warmup` of the attention kernels for NVFP4 KV alone, in both scale layouts. Those that quantise and write caches come
+    with `warmup(device)`. The CPU needs no warm-up: an empty tuple."""
     return warmup(device, (torch.uint8,))
 
 

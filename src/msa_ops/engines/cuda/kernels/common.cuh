@@ -15,6 +15,9 @@ typedef long long i64;
 #if __CUDA_ARCH__ >= 1000 && (defined(__CUDA_ARCH_SPECIFIC__) || defined(__CUDA_ARCH_FAMILY_SPECIFIC__))
 #define HAS_E2M1_CVT 1 // cvt to and from e2m1x2, on the `a` and `f` targets alone
 #endif
+#if __CUDA_ARCH__ >= 1000 && !defined(HAS_E2M1_CVT)
+#error "from compute capability 10.0 on the target is an `a` or `f` one"
+#endif
 
 #define DEVICE [[maybe_unused]] static __device__ __forceinline__ // not every program, format or target has a use for all
 #define DEVICE_MEMBER __device__ __forceinline__
