@@ -5,6 +5,7 @@ What both engines share is tested elsewhere.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import subprocess
 import sys
@@ -86,7 +87,10 @@ def arguments():
 
 # --- routes ---
 
-PAIRS = [("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "bf16"), ("fp8", "fp8")]
+PAIRS = [
+    ("bf16", "bf16"), ("fp16", "fp16"), ("bf16", "fp8"), ("fp16", "fp8"), ("fp8", "bf16"), ("fp8", "fp8"),
+    ("bf16", "nvfp4"), ("fp16", "nvfp4"), ("fp8", "nvfp4"),
+]  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "one request": {"lengths": (700,), "kv_heads": 1, "group": 16, "topk": 6, "ids": "all"},
     "two row tiles": {"lengths": (300, 129, 64), "seqlen_q": 3, "kv_heads": 2, "group": 20, "topk": 5},
@@ -95,10 +99,20 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
+def spec_of(q_dtype: str, kv_dtype: str, shape: str) -> Spec:
+    fields = SHAPES[shape]
+    if kv_dtype == "nvfp4" and fields.get("form") == "packed":
+        fields = {
+            **fields,
+            "form": "planar_pool",
+        }  # K and V as halves of one tensor is no NVFP4 form; a pool's pages are
+    return Spec(q_dtype=q_dtype, kv_dtype=kv_dtype, **fields)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("q_dtype, kv_dtype", PAIRS)
 def test_a_forced_route_is_taken_and_right(route: str, q_dtype: str, kv_dtype: str, shape: str) -> None:
-    case = build(Spec(q_dtype=q_dtype, kv_dtype=kv_dtype, **SHAPES[shape]), "cuda")
+    case = build(spec_of(q_dtype, kv_dtype, shape), "cuda")
     result, taken = run_counted(case)
     e = explained(case)
     assert (taken, e.route) == (route, route)
@@ -163,7 +177,7 @@ def test_repeats_of_the_first_window_among_new_blocks_of_the_second(route: str) 
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16, torch.float16, FP8])
-@pytest.mark.parametrize("q_dtype, kv_dtype", [("bf16", "fp8"), ("fp16", "fp16")])
+@pytest.mark.parametrize("q_dtype, kv_dtype", [("bf16", "fp8"), ("fp16", "fp16"), ("bf16", "nvfp4")])
 def test_partial_results_are_stored_as_asked(
     dtype: torch.dtype | None, q_dtype: str, kv_dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -226,7 +240,7 @@ def test_a_small_workspace_in_a_compiled_call_is_left_alone(monkeypatch: pytest.
 # --- graphs ---
 
 
-@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["bf16", "fp8", "nvfp4"])
 def test_replays_follow_everything_that_changes_in_place(route: str, kv_dtype: str) -> None:
     spec = Spec(kv_dtype=kv_dtype, lengths=(1000, 700, 513), seqlen_q=2, topk=9, q_offset=(998, 698, 511))
     case = set_ids(everything_used(spec, "cuda"), list(range(9)))
@@ -259,6 +273,22 @@ def test_replays_follow_everything_that_changes_in_place(route: str, kv_dtype: s
         replayed()
     lengths.copy_(torch.tensor([700, 1000, 513]))
     assert not torch.equal(replayed()[0], first[0])
+
+
+@pytest.mark.parametrize("form", ["hnd", "planar"])
+def test_replays_read_an_nvfp4_cache_as_it_is_then(route: str, form: str) -> None:
+    """Codes and block scales, which may change between replays as all else may."""
+    spec = Spec(kv_dtype="nvfp4", form=form, lengths=(900, 513), topk=8, ids="all")
+    case, other = build(spec, "cuda"), build(dataclasses.replace(spec, seed=1), "cuda")
+    out, lse = outputs_of(case)
+    graph = captured(lambda: case.run(out=out, lse_out=lse))
+    expected = clone(other.run())
+    for mine, theirs in zip((*case.args, *case.kwargs.values()), (*other.args, *other.kwargs.values()), strict=True):
+        if isinstance(mine, torch.Tensor):
+            mine.copy_(theirs)
+    out.fill_(float("nan")), lse.fill_(float("nan"))
+    graph.replay()
+    assert_same_bits((out, lse), expected)
 
 
 def test_a_graph_may_hold_its_own_scratch(monkeypatch: pytest.MonkeyPatch) -> None:
