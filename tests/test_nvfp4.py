@@ -300,6 +300,7 @@ BAD_INPUT = {
     "rank 2 planar": (lambda: nvfp4_dequantize(CODES, U8, planar_v=True), "planar_v needs scales of a planar page"),
     "scale shape": (lambda: nvfp4_dequantize(CODES, U8.view(1, 1, 128, 8)), r"scales must have shape \(1, 2, 128, 8\)"),
     "scale dtype": (lambda: nvfp4_dequantize(CODES, U8.float()), "scales must be uint8 or float8_e4m3fn"),
+    "two global scales": (lambda: nvfp4_dequantize(CODES, U8, torch.ones(2)), r"one element, got shape \(2,\)"),
     "page size": (lambda: nvfp4_planar_views(torch.zeros(2, 18432, dtype=torch.uint8), 2), r"\(num_pages, 36864\)"),
     "slot": (lambda: write(torch.tensor([0, 256])), r"slots must lie in 0\.\.255"),
     "negative slot": (lambda: write(torch.tensor([0, -1])), r"slots must lie in 0\.\.255"),
@@ -347,5 +348,9 @@ def test_wrong_types_are_refused() -> None:
         nvfp4_planar_write([0], torch.tensor([0]), k, k)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="global_scale must be a float or a tensor, got str"):
         nvfp4_dequantize(CODES, U8.view(-1), "1")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"dtype must be a floating-point dtype, got torch\.int32"):
+        nvfp4_dequantize(CODES, U8.view(-1), dtype=torch.int32)
+    one, scales = torch.full((1, 1, 1, 1, 1), 0.5), torch.full((256, 8), 0x38, dtype=torch.uint8)
+    assert torch.equal(nvfp4_dequantize(CODES + 2, scales, one), nvfp4_dequantize(CODES + 2, scales, 0.5))
     with pytest.raises(TypeError, match="num_pages must be an int, got float"):
         nvfp4_planar_pages(1.0, 1)  # type: ignore[arg-type]

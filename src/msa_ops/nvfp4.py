@@ -128,14 +128,23 @@ def nvfp4_dequantize(
             the shape of `codes` with 8 for 64: row-linear (K of a planar page), or with `planar_v` V of one.
         global_scale: what the attention call gets, ``1 / global_sf`` of `nvfp4_quantize`.
         planar_v: `scales` of rank 4 or more hold V of a planar page.
-        dtype: dtype of the result.
+        dtype: floating-point dtype of the result.
 
     Returns:
         ``(..., 128)`` of `dtype`. A NaN scale byte gives NaN.
+
+    Raises:
+        TypeError, ValueError: another type, dtype or shape; a `global_scale` of more than one element.
     """
     _check_codes(codes)
     if isinstance(global_scale, bool) or not isinstance(global_scale, (int, float, Tensor)):
         raise TypeError(f"global_scale must be a float or a tensor, got {type(global_scale).__name__}")
+    if isinstance(global_scale, Tensor):
+        if global_scale.numel() != 1:
+            raise ValueError(f"global_scale must have one element, got shape {tuple(global_scale.shape)}")
+        global_scale = global_scale.reshape(())
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a floating-point dtype, got {dtype}")
     scales = _scale_bytes("scales", scales)
     if scales.dim() <= 2:
         if planar_v:
