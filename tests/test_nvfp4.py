@@ -308,6 +308,12 @@ BAD_INPUT = {
     "big sf": (lambda: nvfp4_quantize(torch.zeros(1, 128), 10**400), "global_sf must be positive and finite in float32"),
     "big negative sf": (lambda: nvfp4_quantize(torch.zeros(1, 128), -(10**400)), "global_sf must be positive and"),
     "no heads": (lambda: nvfp4_planar_views(torch.zeros(2, 0, dtype=torch.uint8), 0), "num_kv_heads must be at least 1"),
+    "pages overlap": (
+        lambda: nvfp4_planar_write(
+            nvfp4_planar_pages(1, 1).expand(2, -1), torch.tensor([0, 128]), torch.zeros(2, 1, 128), torch.zeros(2, 1, 128)
+        ),
+        "pages must not overlap when they are written, got a page stride of 0 bytes",
+    ),
     "slot count": (lambda: write(torch.tensor([0])), r"slots must be int32 or int64 of shape \(2,\)"),
 }  # fmt: skip
 U8 = torch.zeros(128, 8, dtype=torch.uint8)

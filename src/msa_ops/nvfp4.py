@@ -314,6 +314,8 @@ def nvfp4_planar_write(
             f"slots must be int32 or int64 of shape ({k.shape[0]},), got {slots.dtype} of shape {tuple(slots.shape)}"
         )
     views = nvfp4_planar_views(pages, k.shape[1])
+    if pages.shape[0] > 1 and abs(pages.stride(0)) < pages.shape[1]:
+        raise ValueError(f"pages must not overlap when they are written, got a page stride of {pages.stride(0)} bytes")
     factors = as_factor(k_global_sf, k, "k_global_sf"), as_factor(v_global_sf, v, "v_global_sf")
     k, v = k.detach(), v.detach()
     if pages.is_cuda:
