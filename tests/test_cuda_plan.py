@@ -344,7 +344,8 @@ def test_candidates_are_for_free_calls_of_few_items() -> None:
     ):
         assert plan.candidates(dataclasses.replace(shape(tokens=8), **hint), facts) == []
     assert plan.candidates(shape(tokens=17), facts) == [], "more than half the multiprocessors"
-    wide, (whole, tall) = plan.wide_variant(KVFormat.BF16, facts), plan.cluster_variants(KVFormat.BF16, facts)
+    wide, special = plan.wide_variant(KVFormat.BF16, facts), plan.cluster_variants(KVFormat.BF16, facts)
+    whole, tall = special["whole"], special["tall"]
     for tokens, topk, wanted in (
         (1, 16, [whole]),
         (1, 20, []),
@@ -359,7 +360,7 @@ def test_candidates_are_for_free_calls_of_few_items() -> None:
 
 
 def test_a_whole_block_a_tile_is_for_thread_blocks_that_have_one_each() -> None:
-    whole, _ = plan.cluster_variants(KVFormat.BF16, DeviceFacts.of_capability((9, 0)))
+    whole = plan.cluster_variants(KVFormat.BF16, DeviceFacts.of_capability((9, 0)))["whole"]
     assert h200_plan(shape(KVFormat.BF16, 1, topk=16)).variant == whole
     assert h200_plan(shape(KVFormat.BF16, 1, topk=8)).splits == 8
     assert h200_plan(shape(KVFormat.BF16, 1, topk=17)).variant != whole
@@ -367,13 +368,13 @@ def test_a_whole_block_a_tile_is_for_thread_blocks_that_have_one_each() -> None:
 
 
 def test_eight_warps_share_a_tile_where_a_thread_block_has_few() -> None:
-    _, tall = plan.cluster_variants(KVFormat.FP16, DeviceFacts.of_capability((9, 0)))
+    tall = plan.cluster_variants(KVFormat.FP16, DeviceFacts.of_capability((9, 0)))["tall"]
     assert h200_plan(shape(KVFormat.FP16, 4, topk=16)).variant == tall  # eight tiles each
     assert h200_plan(shape(KVFormat.FP16, 4, topk=17)).variant == plan.wide_variant(
         KVFormat.FP16, DeviceFacts.of_capability((9, 0))
     )
     small = DeviceFacts.of_capability((9, 0), 31)  # a part of a GPU: no room for four blocks of each of eight items
-    assert len(plan.cluster_variants(KVFormat.FP16, small)) == 1
+    assert list(plan.cluster_variants(KVFormat.FP16, small)) == ["whole"]
 
 
 def test_nvfp4_in_many_items_has_as_many_blocks_a_multiprocessor_as_they_fill() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -137,7 +137,7 @@ def test_values_lie_in_the_fields_of_their_names() -> None:
         "workers": plan.workers, "tile_tokens": plan.tile_tokens, "tile_heads": plan.tile_heads,
         "head_tiles": plan.head_tiles, "grain": plan.grain, "fill_blocks": plan.fill_blocks,
         "fill_shift": plan.fill_shift, "fill_splits": plan.fill_splits, "keys_stay": plan.keys_stay, "factor": 1.0,
-        "each": max(plan.each, 1), "each_blocks": plan.each_blocks,
+        "each": max(plan.each, 1), "each_blocks": plan.each,
         "requests_per_worker": pytest.approx(4 / plan.workers),
     }  # fmt: skip
     assert list(expected.values()) == read(block, *expected)
@@ -230,18 +230,16 @@ def test_any_plan_can_be_launched(
     tiles = total_q // p.tile_tokens + batch
     assert tiles * apart * -(-min(key_blocks, blocks) >> p.grain) < 1 << 31
     assert p.workers**2 < 1 << 31
-    assert (p.each > 0) == (p.each_blocks > 0)
-    assert p.each == 0 or (p.each * batch == p.workers and p.each_blocks == min(key_blocks, blocks) <= p.each)
+    assert p.each == 0 or (p.each * batch == p.workers and p.each == min(key_blocks, blocks))
 
 
 def test_a_request_has_thread_blocks_to_itself_where_there_is_one_for_each_of_its_blocks() -> None:
-    def each(blocks: int, **changes: Any) -> tuple[int, int]:
-        p = plan(blocks=blocks, key_blocks=blocks, **changes)
-        return p.each, p.each_blocks
+    def each(blocks: int, **changes: Any) -> int:
+        return plan(blocks=blocks, key_blocks=blocks, **changes).each
 
-    assert each(64) == (64, 64) and each(527) == (527, 527) and each(528) == (0, 0)
-    assert each(32, batch=16, total_q=16) == (32, 32) and each(33, batch=16, total_q=16) == (0, 0)
-    assert each(8, batch=64, total_q=128, seqlen_q=2) == (8, 8)
+    assert each(64) == 64 and each(527) == 527 and each(528) == 0
+    assert each(32, batch=16, total_q=16) == 32 and each(33, batch=16, total_q=16) == 0
+    assert each(8, batch=64, total_q=128, seqlen_q=2) == 8
     for changes in (
         {"total_q": 40, "batch": 2, "seqlen_q": 20}, {"heads": 8, "kv_heads": 2}, {"heads": 70}, {"batch": 0},
         {"heads": 8, "kv_heads": 2, "reduce_heads": True}, {"key_blocks": 0},
@@ -259,17 +257,16 @@ def test_thread_blocks_of_a_request_score_each_of_its_blocks_once(
     blocks = data.draw(st.lists(st.integers(0, most), min_size=batch, max_size=batch))
     tiles = data.draw(st.lists(st.integers(0, 5), min_size=batch, max_size=batch))
     p = plan(batch=batch, total_q=batch, blocks=most, key_blocks=most, sms=sms)
+    assume(p.each)
     found = []
-    for worker in range(p.workers if p.each else 0):
+    for worker in range(p.workers):
         r, slot = divmod(worker, p.each)
-        first, last = (i * p.each_blocks // p.each for i in (slot, slot + 1))
-        assert 0 <= last - first <= 1
-        found += [(r, 0, block) for block in range(first, min(last, blocks[r])) if tiles[r]]
+        found += [(r, 0, slot)] if tiles[r] and slot < blocks[r] else []
         each, rest = divmod(max(tiles[r] - 1, 0) * blocks[r], p.each)
         at, end = (each * i + rest * i // p.each + blocks[r] for i in (slot, slot + 1))
         found += [(r, *divmod(unit, blocks[r])) for unit in range(at, end)]
     want = [(r, t, b) for r in range(batch) for t in range(tiles[r]) for b in range(blocks[r])]
-    assert not p.each or sorted(found) == want
+    assert sorted(found) == want
 
 
 def test_work_past_32_bits_is_counted_in_larger_units() -> None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .contract import _KV_FORMAT, _KV_FORMATS_OF_Q, _OUT_DTYPE, BLOCK_SIZE, HEAD_DIM, KVFormat, KVLayout, ScaleLayout
 from .engines.cuda.plan import (
+    CLUSTER_KINDS,
     Combine,
     DeviceFacts,
     LaunchPlan,
@@ -128,15 +129,11 @@ _FORCED = tuple(combine.name.lower() for combine in Combine)
 """Ways that MSA_OPS_COMBINE asks for; others are kernels that a call's size asks for."""
 
 
-_CLUSTER_WAYS = ("whole", "tall")
-"""Of the kernels that calls of few items ask for: one whole selected block a tile, and eight warps on a tile."""
-
-
 def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
     """The kernels beside the usual one, by the way that takes them."""
     wide = wide_variant(route.kv, facts)
     found = {} if wide is None else {"wide": wide}
-    for way, variant in zip(_CLUSTER_WAYS, cluster_variants(route.kv, facts), strict=False):
+    for way, variant in cluster_variants(route.kv, facts).items():
         if _plan(route, way, facts).variant == variant:  # a part of a GPU may have no room for such clusters
             found[way] = variant
     return found | {f"dense-{v.min_blocks}": v for v in dense_variants(route.kv, facts)}
@@ -144,7 +141,7 @@ def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
 
 def route_of(way: str) -> str:
     """What `explain` calls the route of a way."""
-    if way in _CLUSTER_WAYS:
+    if way in CLUSTER_KINDS:
         return "cluster"
     return way if way in _FORCED or way == "segments" else "none"
 

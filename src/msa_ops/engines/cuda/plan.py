@@ -199,9 +199,10 @@ _DENSE_CONFIGS = ((1, 4, 3, 3), (1, 4, 2, 4))
 """NVFP4 in many items: widening keeps the warps busy, and more blocks hide more of it. The fewest blocks a multiprocessor that
 hold all items at once, or the most: the hardware would pile more on some multiprocessors than on others. They serve whole
 items alone."""
-_WHOLE_CONFIG, _TALL_CONFIG = (1, 4, BLOCK_SIZE, 2, 1), (1, 8, 64, 5, 1)
+_CLUSTER_CONFIGS = {"whole": (1, 4, BLOCK_SIZE, 2, 1), "tall": (1, 8, 64, 5, 1)}
 """16-bit KV in clusters (groups, warps, tile, stages, min_blocks): a tile that is a whole selected block, for thread blocks
 that have one each; and eight warps on a tile, which have half as much to do each while nothing else hides it."""
+CLUSTER_KINDS = tuple(_CLUSTER_CONFIGS)
 _WIDE_ITEMS = 8
 """Items from which on clusters of one block a multiprocessor are the faster ones."""
 _TALL_RANKS, _TALL_TILES = 4, 8
@@ -231,15 +232,15 @@ def wide_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant | None:
     return variant if facts.capability == (9, 0) and _fits(variant, facts) else None
 
 
-def cluster_variants(kv_format: KVFormat, facts: DeviceFacts) -> list[Variant]:
-    """The variants made for clusters alone, as far as a device has room for what they are for; none where the usual ones are as
-    good or nothing was measured."""
+def cluster_variants(kv_format: KVFormat, facts: DeviceFacts) -> dict[str, Variant]:
+    """The variants made for clusters alone, by `CLUSTER_KINDS`, as far as a device has room for what they are for; none where
+    the usual ones are as good or nothing was measured."""
     if kv_format not in (KVFormat.BF16, KVFormat.FP16) or facts.capability != (9, 0):
-        return []
-    configs = [_WHOLE_CONFIG]
-    if facts.multiprocessors >= _WIDE_ITEMS * _TALL_RANKS:
-        configs.append(_TALL_CONFIG)
-    return [Variant(kv_format, *config) for config in configs]
+        return {}
+    found = {kind: Variant(kv_format, *config) for kind, config in _CLUSTER_CONFIGS.items()}
+    if facts.multiprocessors < _WIDE_ITEMS * _TALL_RANKS:
+        del found["tall"]
+    return found
 
 
 def dense_variants(kv_format: KVFormat, facts: DeviceFacts) -> list[Variant]:
@@ -278,10 +279,11 @@ def candidates(shape: Shape, facts: DeviceFacts) -> list[Variant]:
         return []
     special = cluster_variants(shape.kv_format, facts)
     if shape.items < _WIDE_ITEMS:
-        return special[:1] if shape.topk in CLUSTER_SIZES else []
-    tall = special[1:] if shape.items * _TALL_RANKS <= facts.multiprocessors else []
-    wide = wide_variant(shape.kv_format, facts)
-    return [*tall, *([] if wide is None else [wide])]
+        wanted = [special.get("whole") if shape.topk in CLUSTER_SIZES else None]
+    else:
+        tall = special.get("tall") if shape.items * _TALL_RANKS <= facts.multiprocessors else None
+        wanted = [tall, wide_variant(shape.kv_format, facts)]
+    return [variant for variant in wanted if variant is not None]
 
 
 def plan_for(shape: Shape, facts: DeviceFacts, room_of: Callable[[Variant], ClusterRoom]) -> LaunchPlan:
@@ -306,7 +308,7 @@ def make_plan(
     if combine is not Combine.SCRATCH:
         for other, its_room in zip(candidates(shape, facts), candidate_rooms, strict=False):
             ranks = _largest_cluster(shape, other, facts, its_room)
-            if _pays(shape, other, ranks, splits, dict(room).get(splits, 0)):
+            if _pays(shape, other, facts, ranks, splits, dict(room).get(splits, 0)):
                 why = f"{why}; clusters of {other.warps * other.groups} warps a block, tiles of {other.tile} keys"
                 return LaunchPlan(other, Combine.CLUSTER, ranks, shape.items * ranks, why)
     if combine is not Combine.NONE:
@@ -321,14 +323,16 @@ def make_plan(
     return LaunchPlan(variant, combine, 1, min(shape.items, slots), why)
 
 
-def _pays(shape: Shape, variant: Variant, ranks: int, usual_ranks: int, usual_room: int) -> bool:
-    """Whether clusters of `ranks` blocks of this variant are faster than the usual one's."""
+def _pays(shape: Shape, variant: Variant, facts: DeviceFacts, ranks: int, usual_ranks: int, usual_room: int) -> bool:
+    """Whether clusters of `ranks` blocks of this candidate are faster than the usual variant's, of `usual_ranks` blocks, of
+    which `usual_room` fit."""
     if ranks == 1:
         return False
     tiles = shape.topk * (BLOCK_SIZE // variant.tile)
-    if variant.tile == BLOCK_SIZE and variant.stages == 2:
+    special = cluster_variants(shape.kv_format, facts)
+    if variant == special.get("whole"):
         return tiles <= ranks
-    if variant.warps == 8:
+    if variant == special.get("tall"):
         return ranks >= _TALL_RANKS and tiles <= _TALL_TILES * ranks
     roomy = ranks <= _ROOMY_RANKS and usual_ranks >= 2 * ranks and shape.items <= _ROOMY * usual_room
     return not (shape.kv_format is KVFormat.NVFP4 and roomy)
@@ -422,5 +426,5 @@ def variants_for(facts: DeviceFacts, formats: Sequence[KVFormat]) -> list[Varian
         found.append(choose_variant(kv_format, facts))
         wide = wide_variant(kv_format, facts)
         found += [] if wide is None else [wide]
-        found += [*cluster_variants(kv_format, facts), *dense_variants(kv_format, facts)]
+        found += [*cluster_variants(kv_format, facts).values(), *dense_variants(kv_format, facts)]
     return found

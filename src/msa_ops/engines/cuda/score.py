@@ -67,7 +67,7 @@ class ScorePlan:
     """How a call is cut. A tile is `tile_tokens` tokens of a request by `tile_heads` of a KV head's query heads.
 
     `workers` thread blocks share the scored blocks in units of ``2**grain``, or `each` of them have a request to
-    themselves, if that is not 0, and share the `each_blocks` that it can have. `fill_blocks` others, before them, write
+    themselves, if that is not 0: one for every block that it can have. `fill_blocks` others, before them, write
     what no token sees: ``2**fill_shift`` tokens side by side, whose blocks `fill_splits` of them share.
     """
 
@@ -77,7 +77,6 @@ class ScorePlan:
     head_tiles: int
     workers: int
     each: int
-    each_blocks: int
     grain: int
     fill_blocks: int
     fill_shift: int
@@ -133,13 +132,10 @@ def make_plan(
     keys_stay = tokens > tile_tokens or head_tiles > 1
     # Decoding: one row of blocks a request. Where there is a thread block for each, its number tells which.
     one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
-    each = workers // batch if one_row and workers and workers % batch == 0 else 0
-    if key_blocks > each:
-        each = 0  # uneven lengths would make for uneven parts
+    each = key_blocks if one_row and 0 < workers == batch * key_blocks else 0
     return ScorePlan(
-        columns, tile_tokens, tile_heads, head_tiles, workers, each, key_blocks if each else 0, grain, fill_blocks, shift,
-        splits, keys_stay,
-    )  # fmt: skip
+        columns, tile_tokens, tile_heads, head_tiles, workers, each, grain, fill_blocks, shift, splits, keys_stay
+    )
 
 
 def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int) -> ScorePlan:
@@ -189,7 +185,7 @@ def pack(p: ScoreProblem, plan: ScorePlan, output: Tensor) -> bytes:
         p.page_table.shape[1] if p.page_table is not None else 0, k.shape[1], q.shape[1] // k.shape[1],
         _FORMATS.index(_FORMAT[q.dtype]), offset, p.q_offset is not None, p.causal, paged, p.reduce_heads,
         plan.head_tiles, plan.grain, plan.fill_blocks, plan.fill_shift, plan.fill_splits, plan.keys_stay,
-        plan.each_blocks,
+        plan.each,
         p.factor, batch / max(plan.workers, 1),
     )  # fmt: skip
 

@@ -46,7 +46,7 @@ DEVICE u64 l2_evict_first() {
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// For what is read once or again soon, nobody knows: a tenth of the lines goes first.
+// For what other thread blocks may read soon or never: a tenth of the lines leaves first.
 DEVICE u64 l2_evict_some_first() {
   u64 policy;
   asm volatile("createpolicy.fractional.L2::evict_first.L2::evict_unchanged.b64 %0, 0.1;" : "=l"(policy));

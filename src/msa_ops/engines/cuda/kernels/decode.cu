@@ -7,6 +7,11 @@
 // and of a cluster's blocks alike, meet in shared memory, each row in the block that owns it; splits beyond a cluster meet in
 // device memory (scratch), where a second kernel merges them.
 
+static_assert(GROUPS < STAGES, "a group holds a tile while it waits for its next");
+constexpr int RING_BYTES = STAGES * STAGE_BYTES;
+constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
+constexpr int OPERAND_BYTES = QUERY_STAYS ? QUERY_BYTES : 0; // the query operand, where it stays in shared memory
+
 // From the raw scores of a tile to its weights in shared memory, ready for all warps of the group. `fresh`: its first tile of the
 // item. `stage` is where the tile lies.
 DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &ring, const RingPosition<STAGES> &at, u8 *stage,
@@ -44,7 +49,8 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
   RingPosition<STAGES> at;
   int unused = STAGES; // stages that nothing was copied into yet
   const int splits = p.splits.value;
-  // K and V of a request's only token are read once; other tokens of it may select the same blocks. Kernel-notes, "The chain of a short call".
+  // K and V of a request's only token are read once; other tokens of it may select the same blocks: kernel-notes, "The chain
+  // of a short call". Evict-first is also what keeps a deep ring from crowding L2: "What holds".
   const u64 policy = p.seqlen_q.value > 1 ? l2_evict_some_first() : l2_evict_first();
   auto copy = [&](const TileSource &tile, int head) {
     copy_tile(p, tile, head, stages + at.slot * STAGE_BYTES, shared.ring, at.slot, at.parity, unused == 0, policy, lane);

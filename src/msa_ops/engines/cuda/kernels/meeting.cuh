@@ -25,12 +25,6 @@ struct Shared {
 // What a block of a cluster receives, its own included.
 constexpr int PEER_STATE_BYTES = GROUPS * ROWS * 8, PEER_OUTPUT_BYTES = GROUPS * ROWS * HEAD_DIM * 4;
 
-static_assert(GROUPS < STAGES, "a group holds a tile while it waits for its next");
-constexpr int RING_BYTES = STAGES * STAGE_BYTES;
-constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
-
-constexpr int OPERAND_BYTES = QUERY_STAYS ? QUERY_BYTES : 0; // the query operand, where it stays in shared memory
-
 DEVICE i64 output_row(const Params &p, const Item &item, int row) {
   return ((i64)item.token * p.kv_heads.value + item.head) * p.group + item.row0 + row;
 }
