@@ -32,14 +32,15 @@ class KernelProgram:
     resident: tuple[int, ...] = ()
     """For each entry point, blocks that a multiprocessor is to hold, where the first-level cache matters to it: shared
     memory is asked for these and no more. Left to itself the driver may keep the split of the kernel before, and the
-    attention leaves next to no cache."""
+    attention leaves next to no cache. 0: no cache is wanted, as in the attention: a multiprocessor that has to change its
+    split for the next kernel must be empty first."""
 
 
 def all_programs() -> tuple[KernelProgram, ...]:
     """Every program that a call can ask for. Each is defined beside the Python that launches it."""
     from . import quantize, score, topk
 
-    return (quantize.PROGRAM, *score.PROGRAMS, topk.PROGRAM)
+    return (quantize.PROGRAM, *score.PROGRAMS.values(), topk.PROGRAM)
 
 
 class _State:
@@ -95,7 +96,7 @@ def functions(program: KernelProgram, device: int) -> dict[str, Any]:
                     "raising the shared memory limit",
                 )
             if program.resident:
-                _leave_cache(kernel, handle, program.resident[place])
+                _prefer_shared(kernel, handle, program.resident[place])
             # Lazy loading would do this at the first launch, which may be inside a capture.
             check(d.cuKernelGetFunction(kernel), "loading code onto the device")
             found[entry] = d.CUfunction(int(kernel))  # the launch call takes a CUkernel in its place
@@ -103,23 +104,28 @@ def functions(program: KernelProgram, device: int) -> dict[str, Any]:
     return found
 
 
-def _leave_cache(kernel: Any, handle: Any, resident: int) -> None:
-    """Ask for the shared memory of `resident` blocks a multiprocessor of the device `handle`; the rest is cache."""
+def _prefer_shared(kernel: Any, handle: Any, resident: int) -> None:
+    """Ask for the shared memory of `resident` blocks a multiprocessor of the device `handle`, the rest being cache; for all
+    if that is 0."""
     d = driver()
-    static = check(
-        d.cuKernelGetAttribute(d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel, handle),
-        "reading a kernel's shared memory",
-    )
-    most = check(
-        d.cuDeviceGetAttribute(d.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, handle),
-        "reading the device's limits",
-    )
-    share = min(100, -(-100 * resident * (static + SYSTEM_SHARED) // most))
+    share = 100
+    if resident:
+        static = check(
+            d.cuKernelGetAttribute(d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES, kernel, handle),
+            "reading a kernel's shared memory",
+        )
+        most = check(
+            d.cuDeviceGetAttribute(
+                d.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR, handle
+            ),
+            "reading the device's limits",
+        )
+        share = min(100, -(-100 * resident * (static + SYSTEM_SHARED) // most))
     check(
         d.cuKernelSetAttribute(
             d.CUfunction_attribute.CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT, share, kernel, handle
         ),
-        "preferring cache over shared memory",
+        "setting the split of cache and shared memory",
     )
 
 

@@ -26,10 +26,11 @@ COLUMNS = (8, 16, 32, 64)
 """(token, head) pairs that meet the keys together, by entry point."""
 _PARAMS = struct.Struct("11Q12q12I22i2f")  # struct ScoreParams of kernels/score_work.cuh
 _THREADS = 128
-_ENTRIES = tuple(f"msa_score_{n}" for n in COLUMNS)
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
+_PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
+_MOST_WAVES = 4
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
 
@@ -37,46 +38,90 @@ calls: Counter[str] = Counter()
 """Launches, by program and entry point."""
 
 
-def resident_blocks(columns: int) -> int:
-    """Thread blocks that a multiprocessor runs at once, as the kernel's launch bounds say."""
-    return 4 if columns == COLUMNS[0] else 3
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """What the kernels for keys and queries of some formats hold. Thread blocks that a multiprocessor runs at once are those
+    that its registers allow, in the order of `COLUMNS`."""
+
+    keys: str
+    """Their format."""
+    row_bytes: int
+    """Of a key."""
+    together: int = 1
+    """Blocks of keys that a thread block scores at once."""
+    query_parts: int = 1
+    """Operands whose sum is a query."""
+    one: tuple[int, ...] = (6, 4, 3)
+    """Thread blocks of the kernels with a thread block for each `together` blocks of keys."""
+    row: tuple[int, ...] = (6, 5, 3)
+    """Thread blocks of the kernels where a request's thread blocks share its row of blocks."""
+    stream: tuple[int, ...] = (4, 3, 3, 3)
+    """Thread blocks of the kernels for all else."""
+
+    def program(self, rows: bool) -> programs.KernelProgram:
+        kinds = {"one_": self.one, "row_": self.row} if rows else {"": self.stream}
+        entries = {
+            f"msa_score_{kind}{columns}": n
+            for kind, counts in kinds.items()
+            for columns, n in zip(COLUMNS, counts, strict=False)
+        }
+        return programs.KernelProgram(
+            f"score-{self.keys}{'-fp16q' * (self.query_parts > 1)}{'-row' * rows}",
+            (
+                "common.cuh",
+                "score.cuh",
+                "widen.cuh",
+                "score_work.cuh",
+                "score_parts.cuh",
+                "score_row.cu" if rows else "score.cu",
+            ),
+            tuple(entries),
+            (
+                f"-DKV_FORMAT={_FORMATS.index(self.keys)}",
+                f"-DQUERY_PARTS={self.query_parts}",
+                *(f"-DROOM_{entry.removeprefix('msa_score_').upper()}={n}" for entry, n in entries.items()),
+            ),
+            # Keys on their way to registers pass the first-level cache; those of the row kernels go to shared memory.
+            resident=tuple(0 if rows else n for n in entries.values()),
+        )
 
 
-def _program(k_format: str, split_query: bool) -> programs.KernelProgram:
-    return programs.KernelProgram(
-        f"score-{k_format}{'-fp16q' if split_query else ''}",
-        ("common.cuh", "score.cuh", "widen.cuh", "score_work.cuh", "score.cu"),
-        _ENTRIES,
-        (f"-DKV_FORMAT={_FORMATS.index(k_format)}", f"-DQUERY_PARTS={2 if split_query else 1}"),
-        resident=tuple(resident_blocks(columns) for columns in COLUMNS),
-    )
+OPERANDS = {
+    "bf16": Operands("bf16", 256),
+    "fp16": Operands("fp16", 256),
+    "fp8": Operands("fp8", 128, one=(8, 5, 3), row=(8, 5, 3)),
+    "nvfp4": Operands("nvfp4", 64, together=2, one=(6, 4, 2), row=(6, 4, 2)),
+    # fp16 queries of bf16 keys are the sum of two bf16 operands. Those of 32 columns and a block of keys are more than
+    # a kernel can have without asking.
+    "bf16-fp16q": Operands("bf16", 256, query_parts=2, one=(5, 4), row=(5, 4)),
+}
+PROGRAMS = {(name, rows): operands.program(rows) for name, operands in OPERANDS.items() for rows in (False, True)}
+"""By operands, and whether a request has a row of blocks."""
 
 
-_BY_FORMAT = {name: _program(name, False) for name in _FORMATS}
-_SPLIT_QUERY = _program("bf16", True)
-PROGRAMS = (*_BY_FORMAT.values(), _SPLIT_QUERY)
-
-
-def program_for(q: torch.dtype, k: torch.dtype) -> programs.KernelProgram:
-    """fp16 queries of bf16 keys are the sum of two bf16 operands, and have a program of their own."""
-    return _SPLIT_QUERY if (q, k) == (torch.float16, torch.bfloat16) else _BY_FORMAT[_FORMAT[k]]
+def operands_of(q: torch.dtype, k: torch.dtype) -> str:
+    """A key of `OPERANDS`."""
+    return "bf16-fp16q" if (q, k) == (torch.float16, torch.bfloat16) else _FORMAT[k]
 
 
 @dataclass(frozen=True, slots=True)
 class ScorePlan:
     """How a call is cut. A tile is `tile_tokens` tokens of a request by `tile_heads` of a KV head's query heads.
 
-    `workers` thread blocks share the scored blocks in units of ``2**grain``, or `each` of them have a request to
-    themselves, if that is not 0: one for every block that it can have. `fill_blocks` others, before them, write
-    what no token sees: ``2**fill_shift`` tokens side by side, whose blocks `fill_splits` of them share.
+    `workers` thread blocks score. If `kind` is ``""`` they share all scored blocks in units of ``2**grain``. Else each
+    request has `parts` of them to itself: one for every block of keys that it can have if `kind` is ``"one"``, or an even
+    part of its blocks for each if it is ``"row"``. `fill_blocks` others, before them, write what no token sees:
+    ``2**fill_shift`` tokens side by side, whose blocks `fill_splits` of them share.
     """
 
+    kind: str
     columns: int
     tile_tokens: int
     tile_heads: int
     head_tiles: int
     workers: int
-    each: int
+    parts: int
+    row_blocks: int
     grain: int
     fill_blocks: int
     fill_shift: int
@@ -85,7 +130,7 @@ class ScorePlan:
 
     @property
     def entry(self) -> str:
-        return f"msa_score_{self.columns}"
+        return "_".join(("msa_score", *filter(None, (self.kind,)), str(self.columns)))
 
 
 @lru_cache(maxsize=1024)
@@ -100,6 +145,7 @@ def make_plan(
     seqlen_q: int | None,
     reduce_heads: bool,
     blocks_innermost: bool,
+    operands: str,
     sms: int,
 ) -> ScorePlan:
     """The plan of a call whose result is not empty; a pure function.
@@ -121,21 +167,40 @@ def make_plan(
     splits = -(-blocks // (_FILL_PER_THREAD * (_THREADS >> shift)))
     fill_blocks = min(-(-total_q >> shift) * splits, sms)
 
-    slots = sms * resident_blocks(columns)
-    slots -= min(fill_blocks, slots // 16)
-    workers = min(tiles * key_blocks, slots)
-    if tiles and workers // tiles * tiles * 4 >= 3 * workers:
-        workers -= workers % tiles  # so that equal requests are not cut across their borders
     # The kernel counts work in 32 bits.
     most = (total_q // tile_tokens + batch) * apart * key_blocks
     grain = max((most // _MAX_WORK).bit_length(), 0)
     keys_stay = tokens > tile_tokens or head_tiles > 1
-    # Decoding: one row of blocks a request. Where there is a thread block for each, its number tells which.
+    kind, workers, parts = "", 0, 0
+    place, o = COLUMNS.index(columns), OPERANDS[operands]
     one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
-    each = key_blocks if one_row and 0 < workers == batch * key_blocks else 0
+    if one_row and batch and key_blocks and place < len(o.row):
+        kind, parts = _row_parts(o, batch, key_blocks, place, sms)
+        workers = parts * batch
+    else:
+        slots = sms * o.stream[place]
+        slots -= min(fill_blocks, slots // 16)
+        workers = min(tiles * key_blocks, slots)
+        if tiles and workers // tiles * tiles * 4 >= 3 * workers:
+            workers -= workers % tiles  # so that equal requests are not cut across their borders
     return ScorePlan(
-        columns, tile_tokens, tile_heads, head_tiles, workers, each, grain, fill_blocks, shift, splits, keys_stay
-    )
+        kind, columns, tile_tokens, tile_heads, head_tiles, workers, parts, key_blocks, grain, fill_blocks, shift, splits,
+        keys_stay,
+    )  # fmt: skip
+
+
+def _row_parts(o: Operands, batch: int, key_blocks: int, place: int, sms: int) -> tuple[str, int]:
+    """Which kernel scores a row of blocks for each of `batch` requests, and with how many thread blocks for each."""
+    single = -(-key_blocks // o.together)
+    if 2 * batch * single <= 3 * sms * o.one[place]:
+        return "one", single
+    # Parts long enough to be worth their start. More of them than fit at once even out the end, and leave room early for the
+    # kernel that selects; but requests may be shorter than they can be, and thread blocks with nothing to do are not free.
+    fit, size = sms * o.row[place], batch * key_blocks * o.row_bytes * BLOCK_SIZE
+    wanted = size // _PART_BYTES
+    if wanted <= fit:
+        wanted = max(size // (_PART_BYTES // 2), fit)
+    return "row", max(min(min(wanted, _MOST_WAVES * fit) // batch, single), 1)
 
 
 def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int) -> ScorePlan:
@@ -152,6 +217,7 @@ def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int) ->
         seqlen_q=seqlen_q,
         reduce_heads=p.reduce_heads,
         blocks_innermost=output.stride(1) < output.stride(2),
+        operands=operands_of(p.q.dtype, p.k.dtype),
         sms=sms,
     )
 
@@ -180,12 +246,12 @@ def pack(p: ScoreProblem, plan: ScorePlan, output: Tensor) -> bytes:
         p.cu_seqlens_q.stride(0), lengths.stride(0), table_row, table_column, 0 if offsets is None else offsets.stride(0),
         output.stride(0), output.stride(1), output.stride(2),
         *divisor(max(plan.workers, 1)), *divisor(plan.tile_tokens), *divisor(plan.tile_heads),
-        *divisor(max(plan.each, 1)),
+        *divisor(max(plan.parts, 1)),
         row_step, most_keys, batch, q.shape[0], output.shape[1], k.shape[0] if paged else 0,
         p.page_table.shape[1] if p.page_table is not None else 0, k.shape[1], q.shape[1] // k.shape[1],
         _FORMATS.index(_FORMAT[q.dtype]), offset, p.q_offset is not None, p.causal, paged, p.reduce_heads,
         plan.head_tiles, plan.grain, plan.fill_blocks, plan.fill_shift, plan.fill_splits, plan.keys_stay,
-        plan.each,
+        plan.row_blocks,
         p.factor, batch / max(plan.workers, 1),
     )  # fmt: skip
 
@@ -208,7 +274,7 @@ def run(problem: ScoreProblem, seqlen_q: int | None, output: Tensor) -> None:
 
 def _run(problem: ScoreProblem, seqlen_q: int | None, output: Tensor, index: int) -> None:
     plan = plan_for(problem, seqlen_q, output, _multiprocessors(index))
-    program = program_for(problem.q.dtype, problem.k.dtype)
+    program = PROGRAMS[operands_of(problem.q.dtype, problem.k.dtype), bool(plan.kind)]
     function = programs.functions(program, index)[plan.entry]
     programs.launch(function, pack(problem, plan, output), plan.fill_blocks + plan.workers, _THREADS, device=index)
     calls[f"{program.name} {plan.entry}"] += 1

@@ -62,8 +62,8 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
     Selection selection(p, item);
     if (index == first) {
       keep(selection.lengths), keep(selection.ids), keep(selection.table);
-      wait_for_previous_kernel();
       let_next_kernel_start();
+      wait_for_previous_kernel();
     }
     selection.load(p, lane);
     constexpr int PER_BLOCK = BLOCK_KEYS / TILE;

@@ -19,7 +19,7 @@ struct ScoreParams {
   i64 out_head, out_block, out_token;
   Divisor workers;                 // thread blocks that score
   Divisor tile_tokens, tile_heads; // columns of the products: so many tokens of a request, so many heads of a group each
-  Divisor each;                    // thread blocks that a request has to itself, if `each_blocks`
+  Divisor row_parts;               // thread blocks that a request has to itself, where a request has one row of blocks
   int k_row;                       // bytes
   int most_keys;                   // that a request can have, or rows of a flat cache
   int batch, total_q, blocks, pages, table_width, kv_heads, group, query_type, q_offset_int;
@@ -29,7 +29,7 @@ struct ScoreParams {
   int fill_blocks;             // thread blocks before those that score, which write what no token sees
   int fill_shift, fill_splits; // log2 of the tokens side by side in a fill block; fill blocks that share their blocks
   int keys_stay;               // keys are read again soon: they stay in L2
-  int each_blocks;             // most blocks of a request, which `each` thread blocks share; 0: `Schedule` shares all work
+  int row_blocks;              // most blocks of such a row
   float factor;                // NVFP4: global scales known on the host
   float requests_per_worker;
 };
@@ -62,7 +62,9 @@ struct Request {
 
   // Keys that its i-th query sees.
   DEVICE_MEMBER int limit(const ScoreParams &p, int i) const {
-    return p.causal ? (int)max(min((i64)length, (i64)position + i + 1), (i64)0) : length;
+    if (!p.causal) return length;
+    const u32 seen = (u32)position + i + 1; // does not pass 32 bits
+    return position < 0 && (int)seen < 0 ? 0 : (int)min(seen, (u32)length);
   }
 
   static DEVICE_MEMBER u32 blocks(const ScoreParams &p, int keys) {
@@ -81,6 +83,22 @@ struct Run {
   int lowest, highest;            // keys that the first and the last of them see
   int kv_head, first_head, heads; // `first_head` of all index heads
   bool before, more;              // scores are reduced with those of other heads, in runs before this one and after it
+
+  // The `tile`-th tile of a request's tokens.
+  DEVICE_MEMBER void take_tokens(const ScoreParams &p, const Request &from, u32 tile) {
+    request = from;
+    place = tile * p.tile_tokens.value;
+    token = from.first_query + place;
+    tokens = min((int)p.tile_tokens.value, from.queries - place);
+    lowest = from.limit(p, place), highest = from.limit(p, place + tokens - 1);
+  }
+
+  DEVICE_MEMBER void take_heads(const ScoreParams &p, u32 tile) {
+    kv_head = p.head_tiles == 1 ? tile : tile / p.head_tiles;
+    const int size = p.tile_heads.value, in_group = (tile - kv_head * p.head_tiles) * size;
+    first_head = kv_head * p.group + in_group;
+    heads = min(size, p.group - in_group);
+  }
 };
 
 // The work of a request: tiles of tokens, in units of blocks each, for each tile of heads that is scored by itself. With
@@ -93,19 +111,6 @@ struct Work {
     tiles = p.tile_tokens.quotient((u32)r.queries + p.tile_tokens.value - 1);
     units = (Request::blocks(p, r.length) + (1u << p.grain) - 1) >> p.grain;
     total = tiles * units * (p.reduce ? 1 : p.kv_heads * p.head_tiles);
-  }
-};
-
-// A thread block's blocks where each request has `each` thread blocks to itself: those that it would have if the request were as
-// long as it can be. They follow from its number, so that their pages can be looked up side by side with the request.
-struct Share {
-  int index; // of the request
-  u32 slot;  // among the request's thread blocks
-  int first, last;
-
-  DEVICE_MEMBER Share(const ScoreParams &p, u32 worker) {
-    index = p.each.quotient(worker), slot = worker - index * p.each.value;
-    first = p.each.quotient(slot * p.each_blocks), last = p.each.quotient((slot + 1) * p.each_blocks);
   }
 };
 
@@ -122,7 +127,7 @@ struct Schedule {
     start = 0, step = 0, index = 0;
     if (p.batch == 1) {
       take(p);
-      share(p.workers, work.total, part);
+      share(p, work.total, part);
       return;
     }
     u32 mine = 0, total = 0;
@@ -131,7 +136,7 @@ struct Schedule {
       mine = base + lane < p.batch ? Work(p, Request(p, base + lane)).total : 0;
       total += mine;
     }
-    share(p.workers, __reduce_add_sync(ALL_LANES, total), part);
+    share(p, __reduce_add_sync(ALL_LANES, total), part);
     if (at == end) return;
 #pragma unroll 1
     for (int base = 0; base < p.batch; base += 32) {
@@ -154,26 +159,13 @@ struct Schedule {
     take(p);
   }
 
-  // A share of a request: of its first tile, which as a rule is all, as a run, and of the others. By all threads alike.
-  DEVICE_MEMBER void begin(const ScoreParams &p, const Share &own, Run &run) {
-    start = 0, step = 0, index = own.index;
-    take(p);
-    share(p.each, work.tiles ? work.total - work.units : 0, own.slot);
-    at += work.units, end += work.units;
-    take_tokens(p, run, 0);
-    take_heads(p, run, 0);
-    run.request = request, run.index = index;
-    run.first = own.first, run.last = work.tiles ? min(own.last, (int)Request::blocks(p, run.highest)) : own.first;
-    run.before = run.more = false;
-  }
-
   DEVICE_MEMBER void take(const ScoreParams &p) { request = Request(p, index), work = Work(p, request); }
 
   // The `part`-th of as many equal parts as there are thread blocks: from total * part / blocks on.
-  DEVICE_MEMBER void share(const Divisor &blocks, u32 total, u32 part) {
-    const u32 each = blocks.quotient(total), rest = total - each * blocks.value;
-    at = each * part + blocks.quotient(rest * part);
-    end = each * (part + 1) + blocks.quotient(rest * (part + 1));
+  DEVICE_MEMBER void share(const ScoreParams &p, u32 total, u32 part) {
+    const u32 each = p.workers.quotient(total), rest = total - each * p.workers.value;
+    at = each * part + p.workers.quotient(rest * part);
+    end = each * (part + 1) + p.workers.quotient(rest * (part + 1));
   }
 
   // By one thread.
@@ -189,12 +181,12 @@ struct Schedule {
       const u32 row = place < work.units ? 0 : place / work.units, unit = place - row * work.units; // row: of tiles
       const u32 apart = row < work.tiles ? 0 : row / work.tiles; // tiles of heads, one after the other
       const u32 count = min(work.units - unit, end - at);
-      take_tokens(p, run, row - apart * work.tiles);
+      run.take_tokens(p, request, ends_in_turn(row - apart * work.tiles));
       run.first = unit << p.grain, run.last = min((unit + count) << p.grain, Request::blocks(p, run.highest));
       if (run.first < run.last) {
-        run.request = request, run.index = index;
+        run.index = index;
         run.before = run.more = false;
-        take_heads(p, run, apart);
+        run.take_heads(p, apart);
         const u32 together = p.reduce ? p.kv_heads * p.head_tiles : 1;
         if (together > 1)
           take_block(p, run, together, count);
@@ -212,24 +204,11 @@ struct Schedule {
     const u32 steps = (run.last - run.first) * together, heads = step % together;
     run.first += step / together, run.last = run.first + 1;
     if (++step == steps) step = 0, at += count;
-    take_heads(p, run, heads);
+    run.take_heads(p, heads);
     run.before = heads > 0, run.more = heads + 1 < together;
   }
 
   // Tiles are taken from both ends in turn: early tokens see few keys, late ones many, and neighbouring thread blocks get the
   // same of both.
-  DEVICE_MEMBER void take_tokens(const ScoreParams &p, Run &run, u32 tile) const {
-    tile = tile & 1 ? work.tiles - 1 - (tile >> 1) : tile >> 1;
-    run.place = tile * p.tile_tokens.value;
-    run.token = request.first_query + run.place;
-    run.tokens = min((int)p.tile_tokens.value, request.queries - run.place);
-    run.lowest = request.limit(p, run.place), run.highest = request.limit(p, run.place + run.tokens - 1);
-  }
-
-  static DEVICE_MEMBER void take_heads(const ScoreParams &p, Run &run, u32 tile) {
-    run.kv_head = p.head_tiles == 1 ? tile : tile / p.head_tiles;
-    const int size = p.tile_heads.value, in_group = (tile - run.kv_head * p.head_tiles) * size;
-    run.first_head = run.kv_head * p.group + in_group;
-    run.heads = min(size, p.group - in_group);
-  }
+  DEVICE_MEMBER u32 ends_in_turn(u32 tile) const { return tile & 1 ? work.tiles - 1 - (tile >> 1) : tile >> 1; }
 };

@@ -129,11 +129,19 @@ DEVICE Cut all_from(u32 key) { return {key - 1, 0}; }
 
 DEVICE u32 lanes_below(int lane) { return (1u << lane) - 1; }
 
+// Two stores to shared memory, or none, without a branch.
+DEVICE void store_if(bool wanted, float *score, float x, unsigned char *block, int number) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %4, 0; @p st.shared.f32 [%0], %1; @p st.shared.u8 [%2], %3;}" ::"r"(
+                   (u32)__cvta_generic_to_shared(score)),
+               "f"(x), "r"((u32)__cvta_generic_to_shared(block)), "r"(number), "r"((u32)wanted)
+               : "memory");
+}
+
 // --- a warp a row -----------------------------------------------------------------------------------------------------
 template <int KEYS> struct WarpShared {
   alignas(16) float largest[GROUPS];
-  alignas(16) float score[KEYS * 32 + 1]; // of the blocks that reach the floor, ascending; then a place for those that do not
-  unsigned char block[KEYS * 32 + 1];
+  alignas(16) float score[KEYS * 32]; // of the blocks that reach the floor, ascending
+  unsigned char block[KEYS * 32];
 };
 
 template <int KEYS> struct WarpRow {
@@ -157,8 +165,7 @@ template <int KEYS> struct WarpRow {
     for (int j = 0; j < KEYS; j++) { // without branches: eight that diverge take longer than all else here
       const bool reaches = score[j] >= floor;
       const u32 all = __ballot_sync(ALL_LANES, reaches), at = n + __popc(all & below);
-      const u32 place = reaches ? at : KEYS * 32;
-      s.score[place] = score[j], s.block[place] = block[j];
+      store_if(reaches, s.score + at, score[j], s.block + at, block[j]);
       n += __popc(all);
     }
     if (lane >= n) s.score[lane] = __uint_as_float(MINUS_INFINITY_BITS);
@@ -266,8 +273,8 @@ template <int KEYS> DEVICE void select_by_warps(const TopkParams &p, WarpShared<
   const float *at = row.score + lane * p.score_block;
   prefetch_scores(p, row, lane);
   prefetch_extent(p, row);
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   if (index >= (u32)p.rows) return;
   WarpRow<KEYS> keys;
 #pragma unroll
@@ -300,8 +307,8 @@ template <int KEYS> DEVICE void select_by_tokens(const TopkParams &p, TokensShar
   const float *at = read.score + first * p.score_block;
   if (token * 32 + first < p.blocks) prefetch_line(at + token * 32 * p.score_block); // its neighbours the other sectors
   prefetch_extent(p, row);
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   WarpRow<KEYS> keys;
 #pragma unroll
   for (int j = 0; j < KEYS; j++, at += 32 * p.score_block) keys.score[j] = j * 32 + first < p.blocks ? *at : 0.f;
@@ -490,8 +497,8 @@ template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShar
   if (t < GROUPS) s.largest[t] = s.chosen[t] = 0;
   if (t == 0) s.count = 0, s.bin = -1, s.keys = 0;
   __syncthreads();
-  wait_for_previous_kernel();
   let_next_kernel_start();
+  wait_for_previous_kernel();
   float x[TILES];
   if (RESIDENT) keys.load(0, x);
   const Forced forced(p, extent_of(p, row)); // read while the scores are under way
