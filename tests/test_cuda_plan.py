@@ -319,7 +319,7 @@ def h200_plan(s: Shape) -> LaunchPlan:
         (KVFormat.FP8, 1, "g1w4t128s3b2", 16), (KVFormat.FP8, 2, "g2w4t128s5b1", 8), (KVFormat.FP8, 4, "g2w4t128s5b1", 4),
         (KVFormat.FP8, 8, "g2w4t128s5b1", 2), (KVFormat.FP8, 16, "g2w4t128s5b1", 2),
         (KVFormat.BF16, 1, "g1w4t128s2b1", 16), (KVFormat.BF16, 2, "g1w8t64s5b1", 8), (KVFormat.BF16, 4, "g1w8t64s5b1", 4),
-        (KVFormat.FP16, 7, "g1w8t64s5b1", 4), (KVFormat.BF16, 8, "g2w4t64s5b1", 2), (KVFormat.BF16, 16, "g2w4t64s5b1", 2),
+        (KVFormat.FP16, 7, "g1w8t64s5b1", 4), (KVFormat.BF16, 8, "g2w4t64s6b1", 2), (KVFormat.BF16, 9, "g2w4t64s5b1", 2), (KVFormat.BF16, 16, "g2w4t64s5b1", 2),
         (KVFormat.NVFP4, 1, "g1w4t128s3b2", 16), (KVFormat.NVFP4, 2, "g2w4t128s5b1", 8),
         (KVFormat.NVFP4, 4, "g1w4t128s3b2", 8), (KVFormat.NVFP4, 7, "g2w4t128s5b1", 4),
         (KVFormat.NVFP4, 8, "g1w4t128s3b2", 4), (KVFormat.NVFP4, 13, "g2w4t128s5b1", 2),
@@ -345,12 +345,13 @@ def test_candidates_are_for_free_calls_of_few_items() -> None:
         assert plan.candidates(dataclasses.replace(shape(tokens=8), **hint), facts) == []
     assert plan.candidates(shape(tokens=17), facts) == [], "more than half the multiprocessors"
     wide, special = plan.wide_variant(KVFormat.BF16, facts), plan.cluster_variants(KVFormat.BF16, facts)
-    whole, tall = special["whole"], special["tall"]
+    whole, tall, deep = special["whole"], special["tall"], special["deep"]
     for tokens, topk, wanted in (
         (1, 16, [whole]),
         (1, 20, []),
         (2, 16, [tall, wide]),
-        (8, 16, [tall, wide]),
+        (7, 16, [tall, wide]),
+        (8, 16, [tall, deep, wide]),
         (9, 16, [wide]),
     ):
         assert plan.candidates(shape(KVFormat.BF16, tokens, topk=topk), facts) == wanted, (
@@ -375,6 +376,13 @@ def test_eight_warps_share_a_tile_where_a_thread_block_has_few() -> None:
     )
     small = DeviceFacts.of_capability((9, 0), 31)  # a part of a GPU: no room for four blocks of each of eight items
     assert list(plan.cluster_variants(KVFormat.FP16, small)) == ["whole"]
+
+
+def test_a_deeper_ring_where_clusters_of_two_leave_half_of_the_multiprocessors() -> None:
+    deep = plan.cluster_variants(KVFormat.BF16, DeviceFacts.of_capability((9, 0)))["deep"]
+    by_items = {n: h200_plan(dataclasses.replace(shape(KVFormat.BF16, n, topk=16), kv_heads=1)) for n in range(29, 36)}
+    assert [n for n, p in by_items.items() if p.variant == deep] == [31, 32, 33]
+    assert [by_items[n].splits for n in (29, 30, 31, 33, 34)] == [4, 4, 2, 2, 2]
 
 
 def test_nvfp4_in_many_items_has_as_many_blocks_a_multiprocessor_as_they_fill() -> None:

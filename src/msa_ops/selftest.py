@@ -118,7 +118,7 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """The ways in which a device can serve a route, each to be tested: how the blocks of an item meet, and on some GPUs
     the kernels for one whole item a multiprocessor (``wide``), for more than two (``dense-3``, ``dense-4``), and for clusters
-    of few items (``whole``, ``tall``)."""
+    of few items (``whole``, ``tall``, ``deep``)."""
     if facts is None:
         return ("segments",)
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
@@ -173,6 +173,9 @@ _SMALL = _Size((300, 70), 2, 2, 3)
 def _size(way: str, facts: DeviceFacts | None) -> _Size:
     if way == "whole":
         return _Size((300,), 1, 1, 3, topk=16)
+    if way == "deep":
+        assert facts is not None
+        return _Size(tuple(1 + 7 * b % 300 for b in range(facts.multiprocessors // 4)), 1, 1, 3, topk=16)
     if way != "wide" and not way.startswith("dense-"):
         return _SMALL
     assert facts is not None

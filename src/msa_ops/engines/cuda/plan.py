@@ -199,14 +199,18 @@ _DENSE_CONFIGS = ((1, 4, 3, 3), (1, 4, 2, 4))
 """NVFP4 in many items: widening keeps the warps busy, and more blocks hide more of it. The fewest blocks a multiprocessor that
 hold all items at once, or the most: the hardware would pile more on some multiprocessors than on others. They serve whole
 items alone."""
-_CLUSTER_CONFIGS = {"whole": (1, 4, BLOCK_SIZE, 2, 1), "tall": (1, 8, 64, 5, 1)}
+_CLUSTER_CONFIGS = {"whole": (1, 4, BLOCK_SIZE, 2, 1), "tall": (1, 8, 64, 5, 1), "deep": (2, 4, 64, 6, 1)}
 """16-bit KV in clusters (groups, warps, tile, stages, min_blocks): a tile that is a whole selected block, for thread blocks
-that have one each; and eight warps on a tile, which have half as much to do each while nothing else hides it."""
+that have one each; eight warps on a tile, which have half as much to do each while nothing else hides it; and wide blocks with
+a deeper ring, for as many clusters of two as leave half of the multiprocessors, and of the copies under way, to nobody."""
 CLUSTER_KINDS = tuple(_CLUSTER_CONFIGS)
 _WIDE_ITEMS = 8
 """Items from which on clusters of one block a multiprocessor are the faster ones."""
 _TALL_RANKS, _TALL_TILES = 4, 8
 """Blocks of a cluster from which on, and tiles of a block up to which, eight warps on a tile are faster than two groups."""
+_DEEP_RANKS, _DEEP_FROM = 2, 0.85
+"""Blocks of a cluster for which a deeper ring is faster if four for each item would not be more than there are multiprocessors,
+and the share of these from which on clusters of four may not fit."""
 _ROOMY, _ROOMY_RANKS = 0.8, 4
 """Share of the clusters that fit up to which NVFP4 is faster in twice as large clusters of usual blocks than in wide ones, and
 the largest of these for which that holds."""
@@ -239,7 +243,7 @@ def cluster_variants(kv_format: KVFormat, facts: DeviceFacts) -> dict[str, Varia
         return {}
     found = {kind: Variant(kv_format, *config) for kind, config in _CLUSTER_CONFIGS.items()}
     if facts.multiprocessors < _WIDE_ITEMS * _TALL_RANKS:
-        del found["tall"]
+        del found["tall"], found["deep"]
     return found
 
 
@@ -281,8 +285,10 @@ def candidates(shape: Shape, facts: DeviceFacts) -> list[Variant]:
     if shape.items < _WIDE_ITEMS:
         wanted = [special.get("whole") if shape.topk in CLUSTER_SIZES else None]
     else:
-        tall = special.get("tall") if shape.items * _TALL_RANKS <= facts.multiprocessors else None
-        wanted = [tall, wide_variant(shape.kv_format, facts)]
+        share = shape.items * _TALL_RANKS / facts.multiprocessors
+        tall = special.get("tall") if share <= 1 else None
+        deep = special.get("deep") if _DEEP_FROM <= share <= 1 else None
+        wanted = [tall, deep, wide_variant(shape.kv_format, facts)]
     return [variant for variant in wanted if variant is not None]
 
 
@@ -334,6 +340,8 @@ def _pays(shape: Shape, variant: Variant, facts: DeviceFacts, ranks: int, usual_
         return tiles <= ranks
     if variant == special.get("tall"):
         return ranks >= _TALL_RANKS and tiles <= _TALL_TILES * ranks
+    if variant == special.get("deep"):
+        return ranks == _DEEP_RANKS
     roomy = ranks <= _ROOMY_RANKS and usual_ranks >= 2 * ranks and shape.items <= _ROOMY * usual_room
     return not (shape.kv_format is KVFormat.NVFP4 and roomy)
 
