@@ -226,7 +226,9 @@ def test_a_whole_gpu_machine_is_well() -> None:
     on_gpu = [route for route in report.routes if route.device == "cuda:0"]
     assert len(on_gpu) == len(selftest.routes())
     for route in on_gpu:
-        special = {"nvfp4": ["wide", "dense-3", "dense-4"], "fp8": ["wide"]}.get(route.kv, ["wide", "whole", "tall", "deep"])
+        special = {"nvfp4": ["wide", "dense-3", "dense-4"], "fp8": ["wide"]}.get(
+            route.kv, ["wide", "whole", "tall", "deep"]
+        )
         assert route.engine == "cuda" and len(route.kernels) == 1 + len(special)
         assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
 

@@ -6,6 +6,8 @@ What both engines share is tested in test_proxy_score, against float64.
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -130,7 +132,7 @@ def decoding_lengths(batch: int, longest: int) -> list[int]:
     "batch, longest", [(1, 300), (1, 60_000), (1, 120_000), (3, 20_000), (16, 4000), (16, 8000), (64, 900), (64, 8192)]
 )
 def test_decoding_steps(batch: int, longest: int, k_dtype: torch.dtype, paged: bool) -> None:
-    """Requests with thread blocks to themselves, and those whose work is shared by all."""
+    """A thread block for each block of keys, and requests whose thread blocks share a row of them."""
     for lengths in ([longest] * batch, decoding_lengths(batch, longest)):
         arguments = case(lengths, [1] * batch, k_dtype=k_dtype, paged=paged)
         blocks = -(-longest // 128)
@@ -269,6 +271,53 @@ def test_equal_inputs_give_equal_bits(k_dtype: torch.dtype) -> None:
             page_table=arguments["page_table"][b : b + 1], seqused_k=arguments["seqused_k"][b : b + 1], max_k_tiles=80,
         )  # fmt: skip
         assert torch.equal(alone, want[:, :, 2 * b : 2 * b + 2])
+
+
+@pytest.fixture(params=["one", "row-1", "row-3", "row-50"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How decoding steps are scored: a thread block for each block of keys, or so many for each request, whatever its size."""
+    kind, _, parts = request.param.partition("-")
+
+    def forced(operands: score.Operands, batch: int, key_blocks: int, place: int, sms: int) -> tuple[str, int]:
+        single = -(-key_blocks // operands.together)
+        return kind, min(int(parts or single), single)
+
+    monkeypatch.setattr(score, "_row_parts", forced)
+    score.make_plan.cache_clear()
+    yield kind
+    score.make_plan.cache_clear()
+
+
+def entries_since(before: Counter[str]) -> set[str]:
+    return {entry.split()[1].rpartition("_")[0] for entry in score.calls - before}
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("k_dtype", DTYPES)
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_each_way_gives_the_same_bits(way: str, tokens: int, k_dtype: torch.dtype, paged: bool) -> None:
+    """As the kernel that serves any number of tokens. Some requests have none, or more than is promised."""
+    arguments = case([*MIXED, 0, 700, 64, 513], [tokens] * 10 + [0, tokens + 9], k_dtype=k_dtype, paged=paged, spare=2)
+    for options in ({}, {"reduce_heads": True}, {"causal": False}, {"q_offset": 300}, {"q_offset": 2**31 - 1}):
+        want = msa_proxy_score(**arguments, **options, max_k_tiles=77)
+        before = score.calls.copy()
+        got = msa_proxy_score(**arguments, **options, max_k_tiles=77, max_seqlen_q=tokens)
+        assert entries_since(before) == {f"msa_score_{way}"}
+        assert torch.equal(got.nan_to_num(), want.nan_to_num()) and torch.equal(got.isnan(), want.isnan())
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+def test_each_way_gives_the_same_bits_of_nvfp4(way: str, tokens: int, paged: bool) -> None:
+    lengths = [*MIXED, 0, 700, 129]
+    arguments, _, _ = fp4_case(lengths, [tokens] * 9 + [0, tokens + 9], kv_heads=1, paged=paged, padding=2)
+    given = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in arguments.items()}
+    for options in ({}, {"reduce_heads": True}, {"causal": False}, {"q_offset": -5}):
+        want = msa_proxy_score_fp4(**given, **options, max_k_tiles=75)
+        before = score.calls.copy()
+        got = msa_proxy_score_fp4(**given, **options, max_k_tiles=75, max_seqlen_q=tokens)
+        assert entries_since(before) == {f"msa_score_{way}"}
+        assert torch.equal(got, want)
 
 
 def test_unused_bytes_have_no_influence() -> None:
