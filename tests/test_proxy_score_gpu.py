@@ -278,7 +278,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """How decoding steps are scored: a thread block for each block of keys, or so many for each request, whatever its size."""
     kind, _, parts = request.param.partition("-")
 
-    def forced(operands: score.Operands, batch: int, key_blocks: int, place: int, sms: int) -> tuple[str, int]:
+    def forced(operands: score.Operands, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:
         single = -(-key_blocks // operands.together)
         return kind, min(int(parts or single), single)
 
@@ -292,18 +292,76 @@ def entries_since(before: Counter[str]) -> set[str]:
     return {entry.split()[1].rpartition("_")[0] for entry in score.calls - before}
 
 
+def assert_each_way_agrees(way: str, arguments: Arguments, tokens: int, **options: Any) -> Tensor:
+    """The same bits as from the kernel that serves any number of tokens, in a buffer that is not touched elsewhere."""
+    want = msa_proxy_score(**arguments, **options)
+    before, buffer = (
+        score.calls.copy(),
+        torch.full((want.shape[2], want.shape[1] + 2, want.shape[0]), 7.0, device="cuda"),
+    )
+    got = buffer.permute(2, 1, 0)[:, 1:-1]
+    msa_proxy_score(**arguments, **options, max_seqlen_q=tokens, output=got)
+    assert entries_since(before) == {f"msa_score_{way}"}
+    assert torch.equal(got.nan_to_num(), want.nan_to_num()) and torch.equal(got.isnan(), want.isnan())
+    assert (buffer[:, [0, -1]] == 7.0).all()
+    return got
+
+
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("k_dtype", DTYPES)
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize("q_dtype", DTYPES)
+def test_each_way_gives_the_same_bits_in_every_dtype(
+    way: str, q_dtype: torch.dtype, k_dtype: torch.dtype, paged: bool
+) -> None:
+    """Some requests have no tokens, or more than is promised; some blocks that tokens see are not wanted."""
+    for tokens in (1, 4):
+        arguments = case(
+            [*MIXED, 0, 700, 64, 513],
+            [tokens] * 10 + [0, tokens + 9],
+            q_dtype=q_dtype,
+            k_dtype=k_dtype,
+            paged=paged,
+            spare=2,
+        )
+        for options in ({}, {"q_offset": 2**31 - 1}, {"q_offset": -3}):
+            assert_each_way_agrees(way, arguments, tokens, **options, max_k_tiles=77)
+        assert_each_way_agrees(way, arguments, tokens, max_k_tiles=40)
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("k_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("tokens", [2, 8])
 def test_each_way_gives_the_same_bits(way: str, tokens: int, k_dtype: torch.dtype, paged: bool) -> None:
-    """As the kernel that serves any number of tokens. Some requests have none, or more than is promised."""
-    arguments = case([*MIXED, 0, 700, 64, 513], [tokens] * 10 + [0, tokens + 9], k_dtype=k_dtype, paged=paged, spare=2)
-    for options in ({}, {"reduce_heads": True}, {"causal": False}, {"q_offset": 300}, {"q_offset": 2**31 - 1}):
-        want = msa_proxy_score(**arguments, **options, max_k_tiles=77)
-        before = score.calls.copy()
-        got = msa_proxy_score(**arguments, **options, max_k_tiles=77, max_seqlen_q=tokens)
-        assert entries_since(before) == {f"msa_score_{way}"}
-        assert torch.equal(got.nan_to_num(), want.nan_to_num()) and torch.equal(got.isnan(), want.isnan())
+    arguments = case([*MIXED, 0, 700, 64, 513], [tokens] * 10 + [0, tokens + 9], k_dtype=k_dtype, paged=paged)
+    for options in ({}, {"reduce_heads": True}, {"causal": False}, {"q_offset": 300}):
+        assert_each_way_agrees(way, arguments, tokens, **options, max_k_tiles=77)
+
+
+def test_each_way_leaves_out_pages_outside_the_cache(way: str) -> None:
+    arguments = case([1000, 1000, 1000], [1, 1, 1])
+    arguments["page_table"][:, [2, 5]] = torch.tensor([-1, 10**9], dtype=torch.int32, device="cuda")
+    got = assert_each_way_agrees(way, arguments, 1, max_k_tiles=8)
+    assert (got[:, [2, 5]] == -INF).all() and got[:, [0, 1, 3, 4, 6, 7]].isfinite().all()
+
+
+def test_each_way_takes_any_strides(way: str) -> None:
+    """Token-major pages with a gap between tokens, every second entry of wider tables, queries that are apart."""
+    arguments = case([1000, 300, 129], [2, 2, 2], k_dtype=FP8)
+    k, table = arguments["k"], arguments["page_table"]
+    apart = torch.full((len(k), 128, 3, 128), NAN, device="cuda").to(FP8)
+    apart[:, :, 1] = k[:, 0]
+    wide = torch.full((3, 2 * table.shape[1]), -7, dtype=torch.int32, device="cuda")
+    wide[:, ::2] = table
+    q = torch.full((6, 9, 128), NAN, dtype=torch.bfloat16, device="cuda")
+    q[:, 2:6] = arguments["q"]
+    lengths = torch.full((9,), 10**6, dtype=torch.int32, device="cuda")
+    lengths[::3] = arguments["seqused_k"]
+    strided = {
+        "q": q[:, 2:6], "k": apart[:, :, 1:2].transpose(1, 2), "page_table": wide[:, ::2], "seqused_k": lengths[::3],
+        "cu_seqlens_q": arguments["cu_seqlens_q"],
+    }  # fmt: skip
+    want = msa_proxy_score(**arguments, max_k_tiles=9)
+    assert torch.equal(assert_each_way_agrees(way, strided, 2, max_k_tiles=9), want)
 
 
 @pytest.mark.parametrize("paged", [True, False])
@@ -352,7 +410,8 @@ def test_replays_follow_lengths_and_tables() -> None:
         assert_close(output, want, arguments)
 
 
-def test_score_and_selection_follow_each_other_in_a_graph() -> None:
+@pytest.mark.parametrize("bound", [None, 1])
+def test_score_and_selection_follow_each_other_in_a_graph(bound: int | None) -> None:
     """Each may start while the one before still runs: a later read of scores that are not written yet would show."""
     arguments = case([8192] * 16, [1] * 16)
     want = msa_topk_select(msa_proxy_score(**arguments, max_k_tiles=64), 16, force_end_blocks=1)
@@ -361,7 +420,7 @@ def test_score_and_selection_follow_each_other_in_a_graph() -> None:
 
     def steps() -> None:
         for to in ids:
-            msa_proxy_score(**arguments, output=scores)
+            msa_proxy_score(**arguments, max_seqlen_q=bound, output=scores)
             msa_topk_select(scores, 16, output=to, force_end_blocks=1)
 
     graph = captured(steps)
@@ -438,23 +497,27 @@ def far_view(small: Tensor, strides: tuple[int, ...]) -> Tensor:
     return view
 
 
-def test_keys_past_2_31() -> None:
-    arguments = case([300, 129], [1, 1], kv_heads=2, k_dtype=FP8)
+@pytest.mark.parametrize("kv_heads, bound", [(2, None), (1, 1)])
+def test_keys_past_2_31(kv_heads: int, bound: int | None) -> None:
+    arguments = {**case([300, 129], [1, 1], kv_heads=kv_heads, k_dtype=FP8), "max_seqlen_q": bound}
     want = msa_proxy_score(**arguments, max_k_tiles=3)
-    pages, step = arguments["k"].shape[0], -(-BEYOND // 4 // 128) * 128
+    keys: Tensor = arguments["k"]
+    pages, step = keys.shape[0], -(-BEYOND // 4 // 128) * 128
     assert step * (pages - 1) > BEYOND
     for strides in ((step, 128 * 128, 128, 1), (128 * 128, BEYOND + 128, 128, 1), (128, 128 * pages, BEYOND // 64, 1)):
-        k = far_view(arguments["k"], strides)
+        k = far_view(keys, strides)
         assert torch.equal(msa_proxy_score(**{**arguments, "k": k}, max_k_tiles=3), want)
         del k
         torch.cuda.empty_cache()
 
 
-def test_flat_keys_and_queries_past_2_31() -> None:
-    arguments = case([300, 129], [1, 1], kv_heads=2, k_dtype=FP8, q_dtype=FP8, paged=False)
+@pytest.mark.parametrize("kv_heads, bound", [(2, None), (1, 1)])
+def test_flat_keys_and_queries_past_2_31(kv_heads: int, bound: int | None) -> None:
+    given = case([300, 129], [1, 1], kv_heads=kv_heads, k_dtype=FP8, q_dtype=FP8, paged=False)
+    arguments = {**given, "max_seqlen_q": bound}
     want = msa_proxy_score(**arguments, max_k_tiles=3)
-    k = far_view(arguments["k"], (BEYOND // 128, 128, 1))
-    q = far_view(arguments["q"], (BEYOND + 512, 128, 1))
+    k = far_view(given["k"], (BEYOND // 128, 128, 1))
+    q = far_view(given["q"], (BEYOND + 512, 128, 1))
     assert torch.equal(msa_proxy_score(**{**arguments, "q": q, "k": k}, max_k_tiles=3), want)
 
 

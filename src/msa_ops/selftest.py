@@ -302,17 +302,19 @@ def _call(device: str, route: Route, way: str, size: _Size) -> tuple[Tensor, Ten
     special = not forced and way != "segments"
     if how.route != route_of(way):
         raise RuntimeError(f"the call took the route {how.route}, not {route_of(way)}: {how.why}")
-    if special and how.variant != _special_variant(route, way, device):
+    if special and how.variant not in _special_variants(route, way, device):
         raise RuntimeError(f"the call took the kernel {how.variant}, not the {way} one")
     assert isinstance(result, tuple)
     return result
 
 
-def _special_variant(route: Route, way: str, device: str) -> str:
-    """Name of the kernel that serves a route in this way on a CUDA device."""
+def _special_variants(route: Route, way: str, device: str) -> set[str]:
+    """Names of the kernels that serve a route in this way on a CUDA device."""
     from .engines.cuda import launch
 
-    return _special(route, launch.device_facts(torch.device(device).index))[way].name
+    special = _special(route, launch.device_facts(torch.device(device).index))
+    # Where the driver finds more room than `typical_room`, as many items are served by clusters of four.
+    return {special[kind].name for kind in (way, "tall") if kind == way or (way == "deep" and kind in special)}
 
 
 @contextlib.contextmanager

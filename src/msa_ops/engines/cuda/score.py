@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ...contract import BLOCK_SIZE, FP8, INT32_MAX
 from . import programs
-from .launch import divisor
+from .launch import device_facts, divisor
+from .plan import SYSTEM_SHARED
 
 if TYPE_CHECKING:
     from ...selection import ScoreProblem
@@ -40,8 +41,8 @@ calls: Counter[str] = Counter()
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What the kernels for keys and queries of some formats hold. Thread blocks that a multiprocessor runs at once are those
-    that its registers allow, in the order of `COLUMNS`."""
+    """What the kernels for keys and queries of some formats hold. Thread blocks that a multiprocessor runs at once are given
+    in the order of `COLUMNS`, as far as there are such kernels: what registers and shared memory of 9.0 allow."""
 
     keys: str
     """Their format."""
@@ -57,6 +58,11 @@ class Operands:
     """Thread blocks of the kernels where a request's thread blocks share its row of blocks."""
     stream: tuple[int, ...] = (4, 3, 3, 3)
     """Thread blocks of the kernels for all else."""
+
+    def row_shared(self, columns: int) -> int:
+        """Shared memory of a thread block of the kernels for rows, to within a few hundred bytes, in bytes."""
+        scales = 2 * _THREADS * 16 if self.keys == "nvfp4" else 0  # a lane has its own of two sets of keys
+        return self.together * BLOCK_SIZE * self.row_bytes + scales + columns * (256 * self.query_parts + 52) + 512
 
     def program(self, rows: bool) -> programs.KernelProgram:
         kinds = {"one_": self.one, "row_": self.row} if rows else {"": self.stream}
@@ -90,7 +96,7 @@ OPERANDS = {
     "bf16": Operands("bf16", 256),
     "fp16": Operands("fp16", 256),
     "fp8": Operands("fp8", 128, one=(8, 5, 3), row=(8, 5, 3)),
-    "nvfp4": Operands("nvfp4", 64, together=2, one=(6, 4, 2), row=(6, 4, 2)),
+    "nvfp4": Operands("nvfp4", 64, together=2, one=(6, 4, 2), row=(6, 3, 2)),
     # fp16 queries of bf16 keys are the sum of two bf16 operands. Those of 32 columns and a block of keys are more than
     # a kernel can have without asking.
     "bf16-fp16q": Operands("bf16", 256, query_parts=2, one=(5, 4), row=(5, 4)),
@@ -109,9 +115,9 @@ class ScorePlan:
     """How a call is cut. A tile is `tile_tokens` tokens of a request by `tile_heads` of a KV head's query heads.
 
     `workers` thread blocks score. If `kind` is ``""`` they share all scored blocks in units of ``2**grain``. Else each
-    request has `parts` of them to itself: one for every block of keys that it can have if `kind` is ``"one"``, or an even
-    part of its blocks for each if it is ``"row"``. `fill_blocks` others, before them, write what no token sees:
-    ``2**fill_shift`` tokens side by side, whose blocks `fill_splits` of them share.
+    request has `parts` of them to itself: one for every block of keys (two of NVFP4) that it can have if `kind` is
+    ``"one"``, or an even part of its blocks for each if it is ``"row"``. `fill_blocks` others, before them, write what no
+    token sees: ``2**fill_shift`` tokens side by side, whose blocks `fill_splits` of them share.
     """
 
     kind: str
@@ -147,11 +153,13 @@ def make_plan(
     blocks_innermost: bool,
     operands: str,
     sms: int,
+    shared: int,
 ) -> ScorePlan:
     """The plan of a call whose result is not empty; a pure function.
 
     `blocks` are those of the result, `key_blocks` those that a request can have, `seqlen_q` bounds the tokens of a request
     (the plan serves more, too) and `blocks_innermost` tells that neighbouring blocks of the result are neighbours in memory.
+    `shared` bytes of shared memory has each of `sms` multiprocessors.
     """
     group = heads // kv_heads
     tokens = max(min(-(-total_q // max(batch, 1)) if seqlen_q is None else seqlen_q, total_q), 1)
@@ -174,8 +182,11 @@ def make_plan(
     kind, workers, parts = "", 0, 0
     place, o = COLUMNS.index(columns), OPERANDS[operands]
     one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
-    if one_row and batch and key_blocks and place < len(o.row):
-        kind, parts = _row_parts(o, batch, key_blocks, place, sms)
+    room = shared // (o.row_shared(columns) + SYSTEM_SHARED)
+    # The kernels for rows need several thread blocks a multiprocessor: each waits for its keys.
+    if one_row and batch and key_blocks and place < len(o.one) and 2 * room > o.one[place]:
+        fit = tuple(sms * min(room, most[place]) - min(fill_blocks, sms) for most in (o.one, o.row))
+        kind, parts = _row_parts(o, batch, key_blocks, *fit)
         workers = parts * batch
     else:
         slots = sms * o.stream[place]
@@ -189,22 +200,24 @@ def make_plan(
     )  # fmt: skip
 
 
-def _row_parts(o: Operands, batch: int, key_blocks: int, place: int, sms: int) -> tuple[str, int]:
-    """Which kernel scores a row of blocks for each of `batch` requests, and with how many thread blocks for each."""
+def _row_parts(o: Operands, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:
+    """Which kernel scores a row of blocks for each of `batch` requests, and with how many thread blocks for each, where so
+    many of either kernel fit at once."""
     single = -(-key_blocks // o.together)
-    if 2 * batch * single <= 3 * sms * o.one[place]:
+    if 2 * batch * single <= 3 * fit_one:
         return "one", single
     # Parts long enough to be worth their start. More of them than fit at once even out the end, and leave room early for the
     # kernel that selects; but requests may be shorter than they can be, and thread blocks with nothing to do are not free.
-    fit, size = sms * o.row[place], batch * key_blocks * o.row_bytes * BLOCK_SIZE
+    size = batch * key_blocks * o.row_bytes * BLOCK_SIZE
     wanted = size // _PART_BYTES
-    if wanted <= fit:
-        wanted = max(size // (_PART_BYTES // 2), fit)
-    return "row", max(min(min(wanted, _MOST_WAVES * fit) // batch, single), 1)
+    if 2 * wanted < 3 * fit_row:
+        wanted = max(size // (_PART_BYTES // 2), fit_row)
+    parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, single), 1)
+    return "row", -(-single // -(-single // parts))  # no more than the longest part asks for
 
 
-def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int) -> ScorePlan:
-    """The plan of a problem."""
+def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int, shared: int) -> ScorePlan:
+    """The plan of a problem on so many multiprocessors with so much shared memory each."""
     blocks = output.shape[1]
     room = -(-p.k.shape[0] // BLOCK_SIZE) if p.page_table is None else p.page_table.shape[1]
     return make_plan(
@@ -219,6 +232,7 @@ def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int) ->
         blocks_innermost=output.stride(1) < output.stride(2),
         operands=operands_of(p.q.dtype, p.k.dtype),
         sms=sms,
+        shared=shared,
     )
 
 
@@ -273,13 +287,9 @@ def run(problem: ScoreProblem, seqlen_q: int | None, output: Tensor) -> None:
 
 
 def _run(problem: ScoreProblem, seqlen_q: int | None, output: Tensor, index: int) -> None:
-    plan = plan_for(problem, seqlen_q, output, _multiprocessors(index))
+    facts = device_facts(index)
+    plan = plan_for(problem, seqlen_q, output, facts.multiprocessors, facts.shared_per_multiprocessor)
     program = PROGRAMS[operands_of(problem.q.dtype, problem.k.dtype), bool(plan.kind)]
     function = programs.functions(program, index)[plan.entry]
     programs.launch(function, pack(problem, plan, output), plan.fill_blocks + plan.workers, _THREADS, device=index)
     calls[f"{program.name} {plan.entry}"] += 1
-
-
-@lru_cache(maxsize=64)
-def _multiprocessors(index: int) -> int:
-    return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -1,4 +1,4 @@
-// What the score kernel asks of the machine: instructions that CUDA C++ has no word for.
+// What the score kernels ask of the machine: instructions that CUDA C++ has no word for.
 //
 // Compile-time choices, set by score.py with -D:
 //   KV_FORMAT    format of the index keys: KV_BF16, KV_FP16, KV_FP8 or KV_NVFP4

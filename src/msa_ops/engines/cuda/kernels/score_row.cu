@@ -77,17 +77,29 @@ struct RowShare {
   }
 };
 
+// Brings into L2, while the kernel before may still be running, what is read first. Hints: the reads come after the wait.
+DEVICE void prefetch_row(const ScoreParams &p, int index, int block, int lane) {
+#ifdef HAS_CLUSTER
+  const int token = min(index * (p.total_q / p.batch), p.total_q - 1);
+  if (lane == 0) prefetch_line(p.query_starts + index * p.query_starts_step);
+  if (lane == 1) prefetch_line(p.lengths + index * p.lengths_step);
+  if (lane == 2 && p.paged && block < p.table_width)
+    prefetch_line(p.table + index * p.table_row + block * p.table_column);
+  if (lane < p.kv_heads * p.group) prefetch_line(p.q + token * p.q_token + lane * p.q_head);
+#endif
+}
+
 // ONE: there is a thread block for each `TEAMS` blocks.
 template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
   __shared__ RowShared<COLUMNS> shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp / TEAM;
   const bool fills = blockIdx.x < p.fill_blocks;
   const u32 number = blockIdx.x - p.fill_blocks;
-  if (!fills && warp == WARPS - 1) prefetch_inputs(p, number, lane);
   const int index = p.row_parts.quotient(number);
   const u32 slot = number - index * p.row_parts.value;
   // Of a request that is as long as it can be. Others have another share as a rule, unless there is a thread block for each.
   const int guess = team + (ONE ? (int)slot * TEAMS : RowShare::even(p, slot, p.row_blocks).first);
+  if (!fills && warp == WARPS - 1) prefetch_row(p, index, guess, lane);
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (fills) {
@@ -104,7 +116,7 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
     present = !p.paged || (u32)page < (u32)p.pages;
     if (!present) return;
     const i64 at = p.paged ? page * p.k_page : ((i64)run.request.first_key + block * BLOCK_KEYS) * p.k_row;
-    const u64 policy = p.keys_stay ? l2_evict_normal() : l2_evict_first(); // not kept: registers are few
+    const u64 policy = l2_evict_first();
     const int last_seen = run.highest - block * BLOCK_KEYS - 1;
     copy_keys(p, shared.keys[warp], p.k + run.kv_head * p.k_head + at, last_seen, policy, warp, lane);
     if constexpr (SCALED)
@@ -115,7 +127,7 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
   u32 tile = 0;
   do {
     run.take_tokens(p, run.request, tile);
-    const int blocks = Request::blocks(p, run.highest);
+    const int blocks = run.tokens > 0 ? Request::blocks(p, run.highest) : 0;
     const RowShare share = ONE ? RowShare::one(slot, blocks) : RowShare::even(p, slot, blocks);
     if (share.first >= share.last) continue;
     run.first = share.first, run.last = share.last;
