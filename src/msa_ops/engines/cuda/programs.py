@@ -29,11 +29,11 @@ class KernelProgram:
     defines: tuple[str, ...] = ()
     max_shared: int = 0
     """Most dynamic shared memory of a launch, in bytes."""
-    resident: tuple[int, ...] = ()
+    resident: tuple[int | None, ...] = ()
     """For each entry point, blocks that a multiprocessor is to hold, where the first-level cache matters to it: shared
     memory is asked for these and no more. Left to itself the driver may keep the split of the kernel before, and the
     attention leaves next to no cache. 0: no cache is wanted, as in the attention: a multiprocessor that has to change its
-    split for the next kernel must be empty first."""
+    split for the next kernel must be empty first. None: as the driver likes."""
 
 
 def all_programs() -> tuple[KernelProgram, ...]:
@@ -95,8 +95,9 @@ def functions(program: KernelProgram, device: int) -> dict[str, Any]:
                     ),
                     "raising the shared memory limit",
                 )
-            if program.resident:
-                _prefer_shared(kernel, handle, program.resident[place])
+            blocks = program.resident[place] if program.resident else None
+            if blocks is not None:
+                _prefer_shared(kernel, handle, blocks)
             # Lazy loading would do this at the first launch, which may be inside a capture.
             check(d.cuKernelGetFunction(kernel), "loading code onto the device")
             found[entry] = d.CUfunction(int(kernel))  # the launch call takes a CUkernel in its place

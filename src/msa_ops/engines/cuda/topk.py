@@ -21,7 +21,14 @@ _THREADS = {
     "msa_topk_1024": 256, "msa_topk_8192": 512, "msa_topk_65536": 1024,
 }  # fmt: skip
 """Threads of a block, by entry point. A name ends in the blocks of the longest row."""
-PROGRAM = programs.KernelProgram("topk", ("common.cuh", "topk.cu"), tuple(_THREADS), resident=(0,) * len(_THREADS))
+_CACHED = ("msa_topk_tokens_64", "msa_topk_tokens_256", "msa_topk_1024", "msa_topk_8192", "msa_topk_65536")
+"""Those whose thread blocks read neighbouring words of a sector, which the first-level cache keeps for them."""
+PROGRAM = programs.KernelProgram(
+    "topk",
+    ("common.cuh", "topk.cu"),
+    tuple(_THREADS),
+    resident=tuple(None if entry in _CACHED else 0 for entry in _THREADS),
+)
 _PARAMS = struct.Struct("4Q7q6I10i")  # struct TopkParams of kernels/topk.cu
 _WARP_BLOCKS = 256  # blocks of the longest row that a warp selects from
 _SECTOR = 8  # scores
