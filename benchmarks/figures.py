@@ -18,7 +18,7 @@ import json
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -445,15 +445,38 @@ def selection() -> str:
     for blocks in dict.fromkeys(x["blocks"] for x in found):
         cells = {(x["batch"], x["innermost"]): x for x in found if x["blocks"] == blocks}
         rows.append((str(blocks), *(_selected(cells[c]) if c in cells else "" for c in columns)))
-    steps = sum(x["part"] == "step" for x in r["records"])
     text = (
         "us a call for 4 KV heads and top-k 16, by the blocks of a row and the batch, for scores whose innermost dimension is "
         "blocks or tokens; ✗ marks a goal that is not held."
     )
-    if steps:
-        text += f" The file's {steps} whole steps are of an earlier state than those of preset `step` above."
     heading = ("blocks", *(f"B {batch}, {innermost}" for batch, innermost in columns))
-    return "\n".join([_wrap(source), _wrap(text), _table(heading, rows)])
+    return "\n".join([_wrap(source), _wrap(text), _table(heading, rows), *_scores(r["records"])])
+
+
+def _scores(records: list[dict[str, Any]]) -> Iterator[str]:
+    """Scores of decoding steps, and with the selection behind them, where a run has them."""
+    timed = [x for x in records if x["part"] == "scores"]
+    if not timed:
+        return
+    found: dict[tuple[int, int, bool], dict[str, Any]] = {}
+    for x in timed:
+        found.setdefault((x["batch"], x["context"], x["ragged"]), {})[x["keys"]] = x
+    keys = list(dict.fromkeys(x["keys"] for x in timed))
+    yield _wrap(
+        "Scores of a token, and scores with the selection behind them (us), the bar of both together in brackets: floor / 0.95 "
+        "+ 4.5 us; ✗ marks a bar that is not held."
+    )
+    rows = []
+    for (batch, context, ragged), cells in found.items():
+        row = [f"B {batch}, {'up to ' if ragged else ''}{size(context)}"]
+        for name in keys:
+            if name in cells:
+                x = cells[name]
+                row += [f"{x['score']:.2f}", f"{x['both']:.2f} ({x['bar']:.2f}){'' if x['held'] else ' ✗'}"]
+            else:
+                row += ["", ""]
+        rows.append(row)
+    yield _table(("requests, keys", *(f"{k}: {what}" for k in keys for what in ("scores", "and selection"))), rows)
 
 
 def _selected(record: dict[str, Any]) -> str:

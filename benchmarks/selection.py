@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Time the selection of blocks, and a whole decode step with its parts, in CUDA graphs. Needs an NVIDIA GPU.
+"""Time the selection of blocks, scores with it, and a whole decode step with its parts, in CUDA graphs. Needs an NVIDIA GPU.
 
     PYTHONPATH=src python3 benchmarks/selection.py [--json FILE] [--commit COMMIT] [--time-budget SECONDS]
 
 Distinct calls in one graph with a cold L2 cache; medians over its replays. Ids are compared with the CPU's before anything
 is timed, and a step with its own parts. The preset `step` of ``benchmarks/decode.py`` measures steps beside other
-packages; here the selection is taken over the number of blocks and the layout of its scores. About 20 s on an H200.
+packages; here the selection is taken over the number of blocks and the layout of its scores, and scores over batches and
+contexts that are not steps' alone. About 35 s on an H200.
 """
 
 from __future__ import annotations
@@ -34,6 +35,17 @@ BLOCKS = (64, 256, 1024, 8192)
 BATCHES = (1, 16, 64)
 GOALS = {(256, 1): 3.0, (256, 16): 3.0, (256, 64): 3.0, (8192, 1): 10.0, (8192, 64): 40.0}
 """us at (blocks, batch)."""
+SCORE_SHAPES: tuple[tuple[int, int], ...] = (
+    (1, 8192), (4, 8192), (1, 131072), (16, 8192), (8, 32768), (64, 8192), (16, 32768), (1, 1 << 20), (256, 8192),
+    (16, 131072), (64, 131072),
+)  # fmt: skip
+"""(batch, context) of equal requests."""
+RAGGED = (64, 32768)
+"""Batch and longest context of requests of all lengths up to that."""
+SCORE_POOL_BYTES = 1 << 31
+"""Of index keys, of which the distinct calls of a graph read different pages."""
+CHECKED = 64
+"""Blocks whose scores are checked before a shape is timed."""
 STEP_CONTEXTS = (8192, 131072)
 STEP_PAGES = 40_000
 _FILL = 1 << 28
@@ -42,7 +54,7 @@ Call = Callable[[], object]
 
 
 class Measurement:
-    """Collects records and prints each. `budget`: seconds after which no step is begun."""
+    """Collects records and prints each. `budget`: seconds after which no scores and no step are begun."""
 
     def __init__(self, device: torch.device, budget: float) -> None:
         self.device = device
@@ -111,16 +123,21 @@ def time_selection(m: Measurement) -> None:
                 )  # fmt: skip
 
 
-# --- the whole step ---
+# --- scores, alone and with the selection behind them ---
+
+
+def fill(m: Measurement, t: Tensor) -> None:
+    """Normal numbers, a part at a time."""
+    flat = t.view(-1)
+    for first in range(0, flat.numel(), _FILL):
+        part = flat[first : first + _FILL]
+        part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=m.device, generator=m.generator))
 
 
 @dataclass(frozen=True)
-class Step:
-    """The tensors of one decode step. Scores have blocks innermost; `ids` are ``(tokens, KV heads, topk)``."""
+class Scores:
+    """What one decode step scores and selects. Scores have blocks innermost; `ids` are ``(tokens, KV heads, topk)``."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
     index_q: Tensor
     index_k: Tensor
     starts: Tensor
@@ -128,7 +145,6 @@ class Step:
     lengths: Tensor
     scores: Tensor
     ids: Tensor
-    out: Tensor
 
     @property
     def paged(self) -> dict[str, Any]:
@@ -142,6 +158,72 @@ class Step:
 
     def select(self) -> None:
         msa_ops.msa_topk_select(self.scores, TOPK, None, self.ids, 0, 1)
+
+    def score_and_select(self) -> None:
+        self.score()
+        self.select()
+
+    def check_scores(self, m: Measurement) -> None:
+        """Raise `RuntimeError` unless scores of some blocks are those of float32 products, and ids the CPU's choice."""
+        self.score_and_select()
+        _same("scores", self.ids, self.scores, None, 0)
+        batch, blocks = self.table.shape
+        b, j = (torch.randint(n, (CHECKED,), device=m.device, generator=m.generator) for n in (batch, blocks))
+        keys = self.index_k[self.table[b, j].long(), 0].float()
+        products = self.index_q[b].float() @ keys.transpose(1, 2)  # (checked, heads, keys)
+        seen = j[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=m.device) < self.lengths[b][:, None]
+        wanted = products.masked_fill(~seen[:, None], -torch.inf).amax(-1)
+        if not torch.allclose(self.scores[:, j, b].T, wanted, rtol=0, atol=1e-2):
+            raise RuntimeError("scores: they are not those of the products; a wrong result is not timed")
+
+
+def make_scores(m: Measurement, index_k: Tensor, lengths: Tensor, context: int) -> Scores:
+    """Of requests that own random pages. bf16 index queries, or such as the keys are."""
+    batch, blocks = len(lengths), context // BLOCK_SIZE
+    kinds: dict[str, Any] = {"dtype": torch.int32, "device": m.device}
+    return Scores(
+        m.randn(batch, HEADS, HEAD_DIM).to(index_k.dtype), index_k, torch.arange(batch + 1, **kinds),
+        torch.randint(len(index_k), (batch, blocks), generator=m.generator, **kinds), lengths.clone(),
+        torch.empty(HEADS, batch, blocks, device=m.device).transpose(1, 2), torch.empty(batch, HEADS, TOPK, **kinds),
+    )  # fmt: skip
+
+
+def time_scores(m: Measurement) -> None:
+    """Decoding steps of one token. The bar of both together is floor / 0.95 + 4.5 us."""
+    for name, dtype in (("fp8", FP8), ("bf16", torch.bfloat16)):
+        page = BLOCK_SIZE * HEAD_DIM * dtype.itemsize
+        k = torch.empty(SCORE_POOL_BYTES // page, 1, BLOCK_SIZE, HEAD_DIM, dtype=dtype, device=m.device)
+        fill(m, k)
+        for batch, context in (*SCORE_SHAPES, RAGGED):
+            if time.monotonic() > m.end:
+                print("stopped: the time budget is spent")
+                return
+            ragged = (batch, context) == RAGGED
+            lengths = torch.full((batch,), context, dtype=torch.int32, device=m.device)
+            if ragged:
+                lengths.random_(1, context + 1, generator=m.generator)
+            floor = int(lengths.sum()) * HEAD_DIM * dtype.itemsize / H200_READ_BYTES_PER_S * 1e6
+            steps = [make_scores(m, k, lengths, context) for _ in range(max(2, min(32, int(400 / (3 + floor)))))]
+            steps[0].check_scores(m)
+            score, both = (m.time(calls) for calls in ([s.score for s in steps], [s.score_and_select for s in steps]))
+            bar = floor / 0.95 + 4.5
+            m.note(
+                part="scores", keys=name, batch=batch, context=context, ragged=ragged, floor=floor, score=score.median,
+                both=both.median, least=both.min, most=both.max, bar=bar, held=both.median <= bar,
+            )  # fmt: skip
+
+
+# --- the whole step ---
+
+
+@dataclass(frozen=True)
+class Step(Scores):
+    """The tensors of one decode step."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
 
     def attend(self) -> None:
         ids = self.ids.transpose(0, 1)
@@ -166,24 +248,14 @@ class Step:
 def make_pool(m: Measurement, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """K and V as halves of one packed cache."""
     packed = torch.empty(STEP_PAGES, HEADS, BLOCK_SIZE, 2 * HEAD_DIM, dtype=dtype, device=m.device)
-    flat = packed.view(-1)
-    for first in range(0, flat.numel(), _FILL):
-        part = flat[first : first + _FILL]
-        part.copy_(torch.randn(part.shape, dtype=torch.bfloat16, device=m.device, generator=m.generator))
+    fill(m, packed)
     return packed[..., :HEAD_DIM], packed[..., HEAD_DIM:]
 
 
 def make_step(m: Measurement, k: Tensor, v: Tensor, index_k: Tensor, context: int, batch: int) -> Step:
-    blocks = context // BLOCK_SIZE
-    kinds: dict[str, Any] = {"dtype": torch.int32, "device": m.device}
+    lengths = torch.full((batch,), context - 5, dtype=torch.int32, device=m.device)
     q = m.randn(batch, QUERY_HEADS, HEAD_DIM).bfloat16()
-    return Step(
-        q, k, v, m.randn(batch, HEADS, HEAD_DIM).bfloat16(), index_k, torch.arange(batch + 1, **kinds),
-        torch.randint(STEP_PAGES, (batch, blocks), generator=m.generator, **kinds),
-        torch.full((batch,), context - 5, **kinds),
-        torch.empty(HEADS, batch, blocks, device=m.device).transpose(1, 2),
-        torch.empty(batch, HEADS, TOPK, **kinds), torch.empty_like(q),
-    )  # fmt: skip
+    return Step(**vars(make_scores(m, index_k, lengths, context)), q=q, k=k, v=v, out=torch.empty_like(q))
 
 
 def time_steps(m: Measurement) -> None:
@@ -216,7 +288,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n", maxsplit=1)[0])
     parser.add_argument("--json", type=Path, help="write the result there")
     parser.add_argument("--commit", help="recorded in the JSON where the source is no git checkout")
-    parser.add_argument("--time-budget", type=float, default=23.0, metavar="SECONDS", help="begin no step after it")
+    parser.add_argument(
+        "--time-budget", type=float, default=45.0, metavar="SECONDS", help="begin no scores and no step after it"
+    )
     given = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: no CUDA device: use a machine with an NVIDIA GPU", file=sys.stderr)
@@ -228,6 +302,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         check_selection(m)
         time_selection(m)
+        time_scores(m)
         time_steps(m)
     except RuntimeError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -102,6 +102,7 @@ def test_selection_writes_the_committed_files_records(tmp_path: Path, monkeypatc
     module = load("selection")
     with_cpu_as_gpu(module, monkeypatch)
     small = {"BLOCKS": (64, 256), "BATCHES": (1, 2), "STEP_CONTEXTS": (2048,), "STEP_PAGES": 20, "REPLAYS": 1}
+    small |= {"SCORE_SHAPES": ((1, 256), (2, 2048)), "RAGGED": (3, 1024), "SCORE_POOL_BYTES": 1 << 19}
     for name, value in (small | {"_FILL": 1 << 20, "GOALS": {(64, 1): 1e9, (256, 2): 0.0}}).items():
         monkeypatch.setattr(module, name, value)
     monkeypatch.setattr(module, "Measurement", lambda _, budget, whole=module.Measurement: whole(CPU, budget))
@@ -120,6 +121,15 @@ def test_selection_writes_the_committed_files_records(tmp_path: Path, monkeypatc
     ]  # fmt: skip
     steps = [(r["kv"], r["batch"]) for r in found["records"] if r["part"] == "step"]
     assert steps == [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 2)]
+    scores = [r for r in found["records"] if r["part"] == "scores"]
+    assert [(r["keys"], r["batch"], r["context"], r["ragged"]) for r in scores] == [
+        (keys, *shape) for keys in ("fp8", "bf16") for shape in ((1, 256, False), (2, 2048, False), (3, 1024, True))
+    ]
+    assert [r["floor"] for r in scores if not r["ragged"]] == pytest.approx(
+        [tokens * 128 * size / 4.46e6 for size in (1, 2) for tokens in (256, 4096)]
+    )
+    for r in scores:
+        assert r["bar"] == pytest.approx(r["floor"] / 0.95 + 4.5) and r["held"] == (r["both"] <= r["bar"])
     (floor,) = {r["score_floor"] for r in found["records"] if r.get("kv") == "bf16" and r["batch"] == 1}
     assert floor == pytest.approx(2048 * 256 / 4.46e6)
 
@@ -137,3 +147,20 @@ def test_a_wrong_selection_is_not_timed(monkeypatch: pytest.MonkeyPatch, capsys:
     monkeypatch.setattr(msa_ops, "msa_topk_select", wrong)
     assert module.main([]) == 1
     assert "ids differ from the CPU's; a wrong result is not timed" in capsys.readouterr().err
+
+
+def test_wrong_scores_are_not_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    module = load("selection")
+    with_cpu_as_gpu(module, monkeypatch)
+    monkeypatch.setattr(module, "Measurement", lambda _, budget, whole=module.Measurement: whole(CPU, budget))
+    small = {"BLOCKS": (), "SCORE_SHAPES": ((2, 1024),), "SCORE_POOL_BYTES": 1 << 19, "_FILL": 1 << 20}
+    for name, value in small.items():
+        monkeypatch.setattr(module, name, value)
+    right = msa_ops.msa_proxy_score
+
+    def wrong(*arguments: Any, output: torch.Tensor, **options: Any) -> torch.Tensor:
+        return right(*arguments, output=output, **options).mul_(1.01)
+
+    monkeypatch.setattr(msa_ops, "msa_proxy_score", wrong)
+    assert module.main([]) == 1
+    assert "they are not those of the products; a wrong result is not timed" in capsys.readouterr().err
