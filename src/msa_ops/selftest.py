@@ -314,7 +314,8 @@ def _special_variants(route: Route, way: str, device: str) -> set[str]:
 
     special = _special(route, launch.device_facts(torch.device(device).index))
     # Where the driver finds more room than `typical_room`, as many items are served by clusters of four.
-    return {special[kind].name for kind in (way, "tall") if kind == way or (way == "deep" and kind in special)}
+    kinds = (way, "tall") if way == "deep" else (way,)
+    return {special[kind].name for kind in kinds if kind in special}
 
 
 @contextlib.contextmanager

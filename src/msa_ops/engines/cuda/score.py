@@ -65,6 +65,7 @@ class Operands:
         return self.together * BLOCK_SIZE * self.row_bytes + scales + columns * (256 * self.query_parts + 52) + 512
 
     def program(self, rows: bool) -> programs.KernelProgram:
+        """Their kernels for rows of blocks, or for all else."""
         kinds = {"one_": self.one, "row_": self.row} if rows else {"": self.stream}
         entries = {
             f"msa_score_{kind}{columns}": n

@@ -1,6 +1,5 @@
 // One launch's arguments; launch.py packs the same fields in the same order. Strides of q, K and V are bytes.
 enum Combine { COMBINE_NONE = 0, COMBINE_CLUSTER = 1, COMBINE_SCRATCH = 2 };
-enum QueryType { QUERY_BF16 = 0, QUERY_FP16 = 1, QUERY_FP8 = 2 };
 enum ScaleLayout { SCALES_TILED = 0, SCALES_PLANAR = 1, SCALES_GATHERED = 2 }; // how copy.cuh leaves them in a stage
 enum PartialType { PARTIAL_FP32 = 0, PARTIAL_BF16 = 1, PARTIAL_FP16 = 2, PARTIAL_FP8 = 3 };
 

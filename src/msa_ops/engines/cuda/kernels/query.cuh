@@ -33,21 +33,7 @@ struct QueryRows {
     for (int i = 0; i < PARTS; i++) {
       const int row = (thread + i * GROUP_THREADS) >> 4, c = thread & 15;
       u32 w[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w};
-      float undo = 1.f;
-      if (p.query_type == QUERY_FP8) {
-        widen_fp8(raw[i].x, w[0], w[1]);
-        widen_fp8(raw[i].y, w[2], w[3]);
-        undo = FP8_FACTOR;
-        if constexpr (PRODUCT_BF16) {
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const float2 x = unpack_fp16(w[j]);
-            w[j] = pack_bf16(x.x, x.y);
-          }
-        }
-      } else if (!PRODUCT_BF16 && p.query_type == QUERY_BF16) {
-        undo = narrow_row(w);
-      }
+      float undo = widen_query(w, p.query_type);
       if (PRODUCT_BF16 && fabsf(scale) > 1e37f) { // a power of two of it goes into the query
         undo *= 1.f / 256;
 #pragma unroll

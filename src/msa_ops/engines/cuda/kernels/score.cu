@@ -130,6 +130,20 @@ DEVICE void score_run(const ScoreParams &p, Shared<COLUMNS> &shared, const Run &
   }
 }
 
+// Brings into L2, while the kernel before may still be running, the tables of where this thread block's part begins if all
+// requests are as long as there are blocks. Hints: the reads come after the wait.
+DEVICE void prefetch_inputs(const ScoreParams &p, u32 index, int lane) {
+#ifdef HAS_CLUSTER
+  const float place = index * p.requests_per_worker;
+  const int request = min((int)place, p.batch - 1), block = min((int)((place - request) * p.blocks), p.table_width - 1);
+  const int token = p.batch == 1 ? 0 : min(request * (p.total_q / p.batch), p.total_q - 1);
+  if (lane * 32 <= p.batch) prefetch_line(p.query_starts + lane * 32 * p.query_starts_step);
+  if (lane * 32 < p.batch) prefetch_line(p.lengths + lane * 32 * p.lengths_step);
+  if (p.paged && block >= 0 && lane == 0) prefetch_line(p.table + request * p.table_row + block * p.table_column);
+  if (lane < p.kv_heads * p.group) prefetch_line(p.q + token * p.q_token + lane * p.q_head);
+#endif
+}
+
 template <int COLUMNS> DEVICE void score(const ScoreParams &p) {
   __shared__ StreamShared<COLUMNS> shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;

@@ -126,19 +126,8 @@ template <int COLUMNS> struct QueryRows {
 #pragma unroll
         for (int j = 0; j < 4; j++) w[j] = multiply_fp16(w[j], scale) ^ (global < 0.f ? 0x80008000u : 0u);
         undo = NVFP4_FACTOR;
-      } else if (p.query_type == QUERY_FP8) {
-        widen_fp8(raw[i].x, w[0], w[1]);
-        widen_fp8(raw[i].y, w[2], w[3]);
-        undo = FP8_FACTOR;
-        if constexpr (PRODUCT_BF16) {
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const float2 x = unpack_fp16(w[j]);
-            w[j] = pack_bf16(x.x, x.y);
-          }
-        }
-      } else if (!PRODUCT_BF16 && p.query_type == QUERY_BF16) {
-        undo = narrow_row(w);
+      } else {
+        undo = widen_query(w, p.query_type);
       }
       const int place = query_place(chunk), lane = (row & 7) * 4 + (place & 3);
       if constexpr (QUERY_PARTS == 2) { // fp16 has three bits more than bf16: the rest is a bf16 too
@@ -300,19 +289,4 @@ DEVICE void fill_unseen(const ScoreParams &p) {
     for (i64 block = seen + (i64)split * rows + row; block < p.blocks; block += (i64)p.fill_splits * rows)
       for (int head = 0; head < heads; head++) p.out[head * p.out_head + block * p.out_block + token * p.out_token] = NEG_INF;
   }
-}
-
-// --- before the wait ----------------------------------------------------------------------------------------------------
-// Brings into L2, while the kernel before may still be running, the tables of where this thread block's part begins if all
-// requests are as long as there are blocks. Hints: the reads come after the wait.
-DEVICE void prefetch_inputs(const ScoreParams &p, u32 index, int lane) {
-#ifdef HAS_CLUSTER
-  const float place = index * p.requests_per_worker;
-  const int request = min((int)place, p.batch - 1), block = min((int)((place - request) * p.blocks), p.table_width - 1);
-  const int token = p.batch == 1 ? 0 : min(request * (p.total_q / p.batch), p.total_q - 1);
-  if (lane * 32 <= p.batch) prefetch_line(p.query_starts + lane * 32 * p.query_starts_step);
-  if (lane * 32 < p.batch) prefetch_line(p.lengths + lane * 32 * p.lengths_step);
-  if (p.paged && block >= 0 && lane == 0) prefetch_line(p.table + request * p.table_row + block * p.table_column);
-  if (lane < p.kv_heads * p.group) prefetch_line(p.q + token * p.q_token + lane * p.q_head);
-#endif
 }

@@ -1,8 +1,6 @@
 // The score kernels' parameters, and what a thread block scores: requests, tiles of tokens and heads, runs of blocks.
 constexpr int BLOCK_KEYS = 128; // keys of a block, and tokens of a page
 
-enum QueryType { QUERY_BF16 = 0, QUERY_FP16 = 1, QUERY_FP8 = 2, QUERY_NVFP4 = 3 };
-
 // score.py packs the same fields in the same order. Strides of q and k are bytes, others elements.
 struct ScoreParams {
   const u8 *q, *k;

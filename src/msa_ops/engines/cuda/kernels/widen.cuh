@@ -3,6 +3,7 @@
 #define KV_FP16 1
 #define KV_FP8 2
 #define KV_NVFP4 3
+enum QueryType { QUERY_BF16 = 0, QUERY_FP16 = 1, QUERY_FP8 = 2, QUERY_NVFP4 = 3 }; // the last for scores alone
 
 constexpr bool PRODUCT_BF16 = KV_FORMAT == KV_BF16;
 
@@ -126,6 +127,28 @@ DEVICE void widen_scales(u32 x, u32 &lo, u32 &hi) {
 }
 
 constexpr float KV_FACTOR = KV_FORMAT == KV_FP8 ? FP8_FACTOR : KV_FORMAT == KV_NVFP4 ? NVFP4_FACTOR : 1.f;
+
+// Eight stored query values, e4m3 in the first two words, to operands of the products, in place. Returns what the products must be
+// multiplied with for it. NVFP4 is not for this.
+DEVICE float widen_query(u32 (&w)[4], int type) {
+  float undo = 1.f;
+  if (type == QUERY_FP8) {
+    const u32 low = w[0], high = w[1];
+    widen_fp8(low, w[0], w[1]);
+    widen_fp8(high, w[2], w[3]);
+    undo = FP8_FACTOR;
+    if constexpr (PRODUCT_BF16) {
+#pragma unroll
+      for (int j = 0; j < 4; j++) {
+        const float2 x = unpack_fp16(w[j]);
+        w[j] = pack_bf16(x.x, x.y);
+      }
+    }
+  } else if (!PRODUCT_BF16 && type == QUERY_BF16) {
+    undo = narrow_row(w);
+  }
+  return undo;
+}
 
 // Two floats to two e4m3 bytes, nearest even, saturating.
 DEVICE u16 narrow_fp8(float a, float b) {
