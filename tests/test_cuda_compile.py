@@ -237,6 +237,8 @@ def packed_places(packed: struct.Struct) -> list[tuple[int, int]]:
     """Offset and length of each value of a format of numbers, as C aligns them."""
     places, offset = [], 0
     for count, code in re.findall(r"(\d*)([a-zA-Z])", packed.format):
+        if code == "x":  # at the end
+            continue
         length = struct.calcsize(code)
         for _ in range(int(count or 1)):
             offset = -(-offset // length) * length

@@ -316,7 +316,8 @@ def h200_plan(s: Shape) -> LaunchPlan:
     ("kv_format", "tokens", "name", "ranks"),
     [
         # (groups, warps, tile, stages, blocks a multiprocessor) and blocks of a cluster; four KV heads a token
-        (KVFormat.FP8, 1, "g1w4t128s3b2", 16), (KVFormat.FP8, 2, "g2w4t128s5b1", 8), (KVFormat.FP8, 4, "g2w4t128s5b1", 4),
+        (KVFormat.FP8, 1, "g1w4t128s3b2", 16), (KVFormat.FP8, 2, "g2w4t128s5b1", 8), (KVFormat.FP8, 4, "g1w4t128s3b2", 8),
+        (KVFormat.FP8, 5, "g2w4t128s5b1", 4),
         (KVFormat.FP8, 8, "g2w4t128s5b1", 2), (KVFormat.FP8, 16, "g2w4t128s5b1", 2),
         (KVFormat.BF16, 1, "g1w4t128s2b1", 16), (KVFormat.BF16, 2, "g1w8t64s5b1", 8), (KVFormat.BF16, 4, "g1w8t64s5b1", 4),
         (KVFormat.FP16, 7, "g1w8t64s5b1", 4), (KVFormat.BF16, 8, "g2w4t64s6b1", 2), (KVFormat.BF16, 9, "g2w4t64s5b1", 2),
@@ -332,6 +333,19 @@ def test_clusters_of_an_h200(kv_format: KVFormat, tokens: int, name: str, ranks:
     p = h200_plan(s)
     assert (p.variant.name, p.combine, p.splits) == (f"{kv_format.value}-{name}", Combine.CLUSTER, ranks)
     assert p.blocks == s.items * ranks <= 132
+
+
+@pytest.mark.parametrize(
+    "kv_format, early",
+    [
+        (KVFormat.FP8, {1, 16, 64, 256}), (KVFormat.BF16, {1, 2}), (KVFormat.FP16, {1, 2}), (KVFormat.NVFP4, {64, 256}),
+    ],
+)  # fmt: skip
+def test_where_blocks_read_early_on_an_h200(kv_format: KVFormat, early: set[int]) -> None:
+    """Four KV heads a token. Never below 9.0, where nothing may run before the previous kernel has ended."""
+    assert {n for n in (1, 2, 4, 8, 9, 16, 64, 256) if h200_plan(shape(kv_format, n)).early} == early
+    old = DeviceFacts.of_capability((8, 0))
+    assert not any(make_plan(shape(kv_format, n), old, ()).early for n in (1, 64))
 
 
 def test_candidates_are_for_free_calls_of_few_items() -> None:

@@ -167,7 +167,7 @@ def test_values_lie_in_the_fields_of_their_names() -> None:
         "head_tiles": plan.head_tiles, "grain": plan.grain, "fill_blocks": plan.fill_blocks,
         "fill_shift": plan.fill_shift, "fill_splits": plan.fill_splits, "keys_stay": plan.keys_stay, "factor": 1.0,
         "row_parts": max(plan.parts, 1), "row_blocks": plan.row_blocks,
-        "requests_per_worker": pytest.approx(4 / plan.workers),
+        "early": plan.early, "requests_per_worker": pytest.approx(4 / plan.workers),
     }  # fmt: skip
     assert list(expected.values()) == read(block, *expected)
     assert set(expected) == {field for field, _, _ in c_layout(SOURCE, "ScoreParams")[0]}
@@ -292,6 +292,16 @@ def test_where_each_block_of_keys_has_a_thread_block(operands: str) -> None:
     ):  # fmt: skip
         assert kind(4, **changes) == ("", 0), changes
     assert plan(heads=32, operands="bf16-fp16q").kind == "" and plan(heads=32).kind == "one"
+
+
+def test_few_thread_blocks_ask_for_keys_early() -> None:
+    """Two a multiprocessor, each with a block of keys of its own."""
+    for changes, early in (
+        ({}, True), ({"blocks": 2 * SMS, "key_blocks": 2 * SMS}, True), ({"blocks": 300, "key_blocks": 300}, False),
+        ({"operands": "fp8", "batch": 8, "total_q": 8}, False), ({"operands": "nvfp4", "batch": 8, "total_q": 8}, True),
+        ({"heads": 8, "kv_heads": 2}, False),
+    ):  # fmt: skip
+        assert plan(**changes).early == early, changes
 
 
 def test_multiprocessors_with_little_shared_memory_keep_keys_in_registers() -> None:

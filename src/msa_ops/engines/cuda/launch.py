@@ -41,7 +41,7 @@ from .plan import (
 # struct Params of kernels/params.cuh, padded to its 64-byte alignment.
 ADDRESSES = 15
 _STRIDES_AND_SIZES = "18q"
-_PARAMS = struct.Struct(f"128s128s{ADDRESSES}Q{_STRIDES_AND_SIZES}2f12I14i8x")
+_PARAMS = struct.Struct(f"128s128s{ADDRESSES}Q{_STRIDES_AND_SIZES}2f12I15i4x")
 STRIDES_AT, FACTORS_AT, Q_OFFSET_AT = (
     struct.calcsize(f"128s128s{ADDRESSES}Q{fields}")
     for fields in ("", _STRIDES_AND_SIZES, f"{_STRIDES_AND_SIZES}2f12I7i")
@@ -478,7 +478,7 @@ class _Launcher:
             *divisor(shape.kv_heads), *divisor(shape.row_tiles), *divisor(p.seqlen_q), *divisor(plan.splits),
             shape.group, shape.topk, width, shape.items, plan.combine, _QUERY_TYPE[q.dtype], _PARTIAL_TYPE[p.partial_dtype],
             offset or 0, offset is not None, p.causal, paged, scale_layout,
-            modern and paired(k), modern and paired(v),
+            modern and paired(k), modern and paired(v), plan.early,
         )  # fmt: skip
 
     def launch(self, kernel: Any, grid: Grid, dependent: bool, stream: int) -> None:

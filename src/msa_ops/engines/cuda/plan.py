@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from ...contract import BLOCK_SIZE, HEAD_DIM, SCALES_PER_ROW, KVFormat
@@ -181,6 +181,8 @@ class LaunchPlan:
     splits: int
     blocks: int
     why: str
+    early: bool = False
+    """Blocks ask L2 for their first tile while the kernel before still runs, by ids, lengths and pages as they are then."""
 
 
 def scratch_elements(shape: Shape, splits: int) -> tuple[int, int]:
@@ -211,9 +213,13 @@ _TALL_RANKS, _TALL_TILES = 4, 8
 _DEEP_RANKS, _DEEP_FROM = 2, 0.85
 """Blocks of a cluster for which a deeper ring is faster if four for each item would not be more than there are multiprocessors,
 and the share of these from which on clusters of four may not fit."""
-_ROOMY, _ROOMY_RANKS = 0.8, 4
-"""Share of the clusters that fit up to which NVFP4 is faster in twice as large clusters of usual blocks than in wide ones, and
-the largest of these for which that holds."""
+_ROOMY = {KVFormat.NVFP4: (0.8, 2), KVFormat.FP8: (0.7, 8)}
+"""Share of the clusters that fit up to which twice as large clusters of usual blocks are faster than wide ones, and the fewest
+blocks that they have."""
+_ROOMY_RANKS = 4
+"""The largest clusters of wide blocks for which that holds."""
+_EARLY = {KVFormat.FP8: (7, 0.375), KVFormat.BF16: (8, 1e9), KVFormat.FP16: (8, 1e9), KVFormat.NVFP4: (0, 1.0)}
+"""Items up to which reading early pays, and items a multiprocessor from which on it pays again."""
 
 
 def choose_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant:
@@ -306,9 +312,22 @@ def make_plan(
 ) -> LaunchPlan:
     """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`), `candidate_rooms`
     are those for `candidates`'s."""
-    variant = choose_variant(shape.kv_format, facts)
     if shape.override is not None:
         return _overridden(shape)
+    return replace(_choose_plan(shape, facts, room, candidate_rooms), early=_reads_early(shape, facts))
+
+
+def _reads_early(shape: Shape, facts: DeviceFacts) -> bool:
+    if not facts.has_clusters:
+        return False
+    few, many = _EARLY[shape.kv_format]
+    return shape.items <= few or shape.items > many * facts.multiprocessors
+
+
+def _choose_plan(
+    shape: Shape, facts: DeviceFacts, room: ClusterRoom, candidate_rooms: tuple[ClusterRoom, ...]
+) -> LaunchPlan:
+    variant = choose_variant(shape.kv_format, facts)
     slots = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
     combine, splits, why = _split(shape, variant, facts, room, slots)
     if combine is not Combine.SCRATCH:
@@ -342,8 +361,8 @@ def _pays(shape: Shape, variant: Variant, facts: DeviceFacts, ranks: int, usual_
         return ranks >= _TALL_RANKS and tiles <= _TALL_TILES * ranks
     if variant == special.get("deep"):
         return ranks == _DEEP_RANKS
-    roomy = ranks <= _ROOMY_RANKS and usual_ranks >= 2 * ranks and shape.items <= _ROOMY * usual_room
-    return not (shape.kv_format is KVFormat.NVFP4 and roomy)
+    share, least = _ROOMY.get(shape.kv_format, (0.0, 0))
+    return not (ranks <= _ROOMY_RANKS and usual_ranks >= max(2 * ranks, least) and shape.items <= share * usual_room)
 
 
 def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom) -> int:

@@ -25,13 +25,14 @@ if TYPE_CHECKING:
 
 COLUMNS = (8, 16, 32, 64)
 """(token, head) pairs that meet the keys together, by entry point."""
-_PARAMS = struct.Struct("11Q12q12I22i2f")  # struct ScoreParams of kernels/score_work.cuh
+_PARAMS = struct.Struct("11Q12q12I23i2f4x")  # struct ScoreParams of kernels/score_work.cuh
 _THREADS = 128
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
 _MOST_WAVES = 4
+_EARLY_BLOCKS = 2  # thread blocks a multiprocessor up to which asking early pays
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
 
@@ -134,6 +135,8 @@ class ScorePlan:
     fill_shift: int
     fill_splits: int
     keys_stay: bool
+    early: bool
+    """Keys are asked for while the kernel before is still running, by lengths and pages as they are then."""
 
     @property
     def entry(self) -> str:
@@ -197,7 +200,7 @@ def make_plan(
             workers -= workers % tiles  # so that equal requests are not cut across their borders
     return ScorePlan(
         kind, columns, tile_tokens, tile_heads, head_tiles, workers, parts, key_blocks, grain, fill_blocks, shift, splits,
-        keys_stay,
+        keys_stay, kind == "one" and workers <= _EARLY_BLOCKS * sms,
     )  # fmt: skip
 
 
@@ -266,7 +269,7 @@ def pack(p: ScoreProblem, plan: ScorePlan, output: Tensor) -> bytes:
         p.page_table.shape[1] if p.page_table is not None else 0, k.shape[1], q.shape[1] // k.shape[1],
         _FORMATS.index(_FORMAT[q.dtype]), offset, p.q_offset is not None, p.causal, paged, p.reduce_heads,
         plan.head_tiles, plan.grain, plan.fill_blocks, plan.fill_shift, plan.fill_splits, plan.keys_stay,
-        plan.row_blocks,
+        plan.row_blocks, plan.early,
         p.factor, batch / max(plan.workers, 1),
     )  # fmt: skip
 

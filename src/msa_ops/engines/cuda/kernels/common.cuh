@@ -40,6 +40,21 @@ DEVICE void let_next_kernel_start() {
 // A hint: brings a line into L2, which the writes of the previous kernel pass through. Allowed before the wait.
 DEVICE void prefetch_line(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
+#ifdef HAS_CLUSTER
+// The same for many bytes; both numbers are multiples of 16.
+DEVICE void prefetch_bytes(const void *at, u32 bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(at), "r"(bytes));
+}
+#endif
+
+// A value as it is now, while the previous kernel may still be writing it: for hints alone. Past the first-level cache, where it
+// would stay for the reads after the wait.
+DEVICE int read_early(const int *at) {
+  int x;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at));
+  return x;
+}
+
 // For what is read once, and for what other thread blocks read soon.
 DEVICE u64 l2_evict_first() {
   u64 policy;

@@ -84,6 +84,27 @@ DEVICE void copy_box(u32 to, const TensorMap *map, int byte, int row, int head, 
                  : "memory");
 }
 
+DEVICE void prefetch_box(const TensorMap *map, int byte, int row, int head, int page, bool paged) {
+  if (paged)
+    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(byte), "r"(row), "r"(head),
+                 "r"(page)
+                 : "memory");
+  else
+    asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global.tile [%0, {%1, %2, %3}];" ::"l"(map), "r"(byte), "r"(row), "r"(head)
+                 : "memory");
+}
+
+// Asks L2 for K and V of a tile, as `copy_tile` asks for it; one lane calls it.
+DEVICE void prefetch_tile(const Params &p, int block, int skip, int head) {
+  const int row = p.paged ? skip : block + skip, page = p.paged ? block : 0;
+#pragma unroll
+  for (int side = 0; side < 2; side++)
+#pragma unroll
+    for (int column = 0; column < ROW_BYTES / COLUMN; column++)
+      prefetch_box(side ? &p.v_map : &p.k_map, column * COLUMN, row, (side ? p.v_head : p.k_head) ? head : 0,
+                   (side ? p.v_page : p.k_page) ? page : 0, p.paged);
+}
+
 // Rows that tensor copies bring beside the attended ones are real memory, but not ours to use: their V must not meet the
 // weights 0, because they may hold NaN.
 DEVICE void clear_unused_rows(u8 *v, const TileInfo &info, int thread) {

@@ -30,7 +30,7 @@ DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &r
 #endif
     if (SCALED) clear_unused_scales(p, stage + 2 * SIDE_BYTES + SCALE_BYTES, info, warp * 32 + lane);
   }
-  if (group_sync_or(group, fresh || softmax.outgrown(largest))) { // rare after the first tile: weights from a new base
+  if (group_sync_or(group, fresh || softmax.outgrown(p, largest))) { // rare after the first tile: weights from a new base
     softmax.raise(&by_warp[0][0], lane, fresh, o);
     softmax.write_weights(s, weights, added);
     group_sync(group);
@@ -87,6 +87,22 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
   }
 }
 
+// Brings a group's first tile into L2 while the previous kernel may still be running: that of the ids, lengths and pages as they
+// are now. Where that kernel writes them another may be read after the wait, and this one was read in vain. One thread calls it.
+DEVICE void prefetch_first_tile(const Params &p, const Item &item, int rank, int group) {
+#ifdef HAS_CLUSTER
+  constexpr int PER_BLOCK = BLOCK_KEYS / TILE;
+  const int tile = rank + group * p.splits.value, place = tile / PER_BLOCK;
+  if (place >= p.topk) return;
+  const Selection from(p, item);
+  const int id = read_early(from.ids + place), first = read_early(from.lengths);
+  const int keys = p.paged ? first : (int)min((i64)read_early(from.lengths + p.lengths_step) - first, 0x7fffffffLL);
+  if (id < 0 || (i64)id * BLOCK_KEYS >= keys || (p.paged && id >= p.table_width)) return;
+  const i64 block = p.paged ? read_early(from.table + id) : first + (i64)id * BLOCK_KEYS;
+  if (block >= 0 && block < p.cache_rows) prefetch_tile(p, (int)block, tile % PER_BLOCK * TILE, item.head);
+#endif
+}
+
 DEVICE TileInfo next_tile(Ring &ring, const RingPosition<STAGES> &at) {
   barrier_wait(&ring.k_full[at.slot], at.parity);
   return ring.info[at.slot];
@@ -114,6 +130,7 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
 #ifdef HAS_CLUSTER
       if (cluster) cluster_arrive_relaxed(); // waited for before anything is sent
 #endif
+      if (p.early && warp == 0 && lane == 0) prefetch_first_tile(p, item, rank, group);
       wait_for_previous_kernel();
     }
     QueryRows rows = {};

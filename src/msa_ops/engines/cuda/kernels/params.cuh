@@ -33,4 +33,5 @@ struct Params {
   Divisor kv_heads, row_tiles, seqlen_q, splits;
   int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, paged,
       scale_layout, k_paired, v_paired; // paired: copy.cuh
+  int early; // what is read first is asked for before the previous kernel has ended
 };

@@ -77,6 +77,28 @@ struct RowShare {
   }
 };
 
+// Brings a block of keys into L2 while the previous kernel may still be running: that of the lengths and pages as they are now.
+// Where that kernel writes them another may be read after the wait, and this one was read in vain. By the threads of a team.
+DEVICE void prefetch_keys(const ScoreParams &p, int index, int block, int thread) {
+#ifdef HAS_CLUSTER
+  const int *const at = p.lengths + index * p.lengths_step;
+  const int given = read_early(at);
+  i64 row = (i64)block * BLOCK_KEYS, from;
+  if (p.paged) {
+    const int page = block < p.table_width ? read_early(p.table + index * p.table_row + block * p.table_column) : -1;
+    if (row >= given || (u32)page >= (u32)p.pages) return;
+    from = page * p.k_page;
+  } else {
+    row += given;
+    if (given < 0 || row + BLOCK_KEYS > min(read_early(at + p.lengths_step), p.most_keys)) return;
+    from = row * p.k_row;
+  }
+  const bool together = p.k_row == ROW_BYTES;
+  for (int i = thread; i < (together ? 1 : BLOCK_KEYS); i += TEAM_THREADS)
+    prefetch_bytes(p.k + from + i * (i64)p.k_row, together ? BLOCK_KEYS * ROW_BYTES : ROW_BYTES);
+#endif
+}
+
 // Brings into L2, while the kernel before may still be running, what is read first. Hints: the reads come after the wait.
 DEVICE void prefetch_row(const ScoreParams &p, int index, int block, int lane) {
 #ifdef HAS_CLUSTER
@@ -100,8 +122,13 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
   // Of a request that is as long as it can be. Others have another share as a rule, unless there is a thread block for each.
   const int guess = team + (ONE ? (int)slot * TEAMS : RowShare::even(p, slot, p.row_blocks).first);
   if (!fills && warp == WARPS - 1) prefetch_row(p, index, guess, lane);
+  // Many thread blocks leave the next kernel no room until they end: it had better be in line before. Few leave it enough, and
+  // what starts then takes from those that ask early.
+  const bool early = ONE && p.early;
+  if (early && !fills) prefetch_keys(p, index, guess, threadIdx.x % TEAM_THREADS);
+  if (!early) let_next_kernel_start();
   wait_for_previous_kernel();
-  let_next_kernel_start();
+  if (early) let_next_kernel_start();
   if (fills) {
     fill_unseen(p);
     return;

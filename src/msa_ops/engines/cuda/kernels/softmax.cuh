@@ -5,8 +5,13 @@ struct Softmax {
   float base[2];    // the largest score when it was last raised, plus BIAS; -inf until a key was seen
   float sum[2];
 
-  // Allowed growth of the largest score before anything is rescaled.
+  // Allowed growth of the largest score before anything is rescaled. A weight of 16-bit K and V is rounded as coarsely as the
+  // output: none, so that the largest weight is exact, but for the blocks of a cluster, whose errors meet in the mean and
+  // which have no time to rescale (docs/kernel-notes.md, "Where it stands").
   static constexpr float SLACK = 8.f;
+  static DEVICE_MEMBER float slack(const Params &p) {
+    return ROW_BYTES == 256 && p.combine != COMBINE_CLUSTER ? 0.f : SLACK;
+  }
   // Weights in bf16 are taken 2^20 smaller, so that sums of the largest bf16 values stay inside float32. Weights in fp16 are taken
   // 2^7 larger, 2^15 with the slack, so that small ones, which the sum counts, are not lost where many meet few large ones.
   static constexpr float BIAS = PRODUCT_BF16 ? 20.f : -7.f;
@@ -49,9 +54,10 @@ struct Softmax {
     return s + __shfl_xor_sync(~0u, s, 2);
   }
 
-  DEVICE_MEMBER bool outgrown(const float (&largest)[2]) const {
+  DEVICE_MEMBER bool outgrown(const Params &p, const float (&largest)[2]) const {
     // By the difference, which is exact: where float32 is coarser than 1 a sum could round past what fp16 weights hold.
-    return largest[0] - base[0] > SLACK - BIAS || largest[1] - base[1] > SLACK - BIAS;
+    const float most = slack(p) - BIAS;
+    return largest[0] - base[0] > most || largest[1] - base[1] > most;
   }
 
   // Raises the bases to the block's largest scores and scales what was accumulated, if anything was. `all` holds every warp's

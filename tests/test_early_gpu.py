@@ -1,0 +1,149 @@
+"""What a kernel asks L2 for before the previous one has ended follows ids, lengths and pages as they are then; what it reads
+follows them as that one has left them. Here a selection writes all three, over whatever stood there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from cases import INT32_MAX, INT32_MIN
+from msa_ops import msa_proxy_score, msa_topk_select
+from msa_ops.bench.inputs import Shape, make_calls, make_pool
+from msa_ops.bench.peers import ours
+from msa_ops.contract import BLOCK_SIZE, FP8, HEAD_DIM
+from msa_ops.engines.cuda import score
+from test_pitfalls_gpu import captured
+
+pytestmark = pytest.mark.gpu
+Runs = Callable[[Callable[[], None]], Callable[[], object]]
+PAGES, CONTEXT = 300, 4096
+WIDTH = CONTEXT // BLOCK_SIZE
+LONGEST = 8192
+STALE = (INT32_MAX, INT32_MIN, -1, 0, PAGES - 1, PAGES)
+
+
+class Selected:
+    """An int32 tensor that a selection writes: `wanted`, rows of ascending numbers below `blocks`."""
+
+    def __init__(self, wanted: Tensor, blocks: int) -> None:
+        self.values = torch.empty_like(wanted)
+        flat = wanted.flatten(0, -2) if wanted.dim() > 1 else wanted[:, None]
+        assert bool((flat >= 0).all() and (flat < blocks).all() and (flat.diff(dim=-1) > 0).all())
+        self.topk = flat.shape[-1]
+        scores = torch.full((1, len(flat), blocks), -1.0, device="cuda")
+        scores[0].scatter_(1, flat.long(), 1.0)
+        self.scores = scores.transpose(1, 2)
+
+    def write(self) -> None:
+        output = self.values.view(-1, 1, self.topk)
+        msa_topk_select(self.scores, self.topk, output=output)
+
+
+def ascending(rows: int, width: int, below: int, generator: torch.Generator) -> Tensor:
+    """Random distinct numbers, sorted."""
+    random = torch.rand(rows, below, device="cuda", generator=generator)
+    return random.topk(width, dim=1).indices.sort(dim=1).values.int()
+
+
+@pytest.fixture(params=["eager", "graph"])
+def runs(request: pytest.FixtureRequest) -> Runs:
+    """What makes of a sequence of calls one that may be run again and again."""
+    return (lambda calls: calls) if request.param == "eager" else (lambda calls: captured(calls).replay)
+
+
+def assert_stale_values_do_not_count(
+    selected: list[Selected], run: Callable[[], object], result: Tensor, generator: torch.Generator
+) -> None:
+    """Whatever stands where the selections are going to write."""
+    run()
+    want = result.clone()
+    for value in (*STALE, None):
+        for s in selected:
+            if value is None:
+                s.values.random_(0, PAGES, generator=generator)
+            else:
+                s.values.fill_(value)
+        result.fill_(torch.nan)
+        run()
+        assert torch.equal(result, want), value
+
+
+@pytest.mark.parametrize(
+    "kv, batch", [("fp8", 1), ("bf16", 1), ("nvfp4-planar", 1), ("nvfp4-tiled", 1), ("fp8", 17), ("fp8", 70)]
+)
+@pytest.mark.parametrize("last", ["ids", "lengths", "pages"])
+def test_attention_reads_what_the_kernel_before_wrote(kv: str, batch: int, last: str, runs: Runs) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+    call = make_calls(Shape(kv, batch, 64, 4, context=CONTEXT), make_pool(kv, PAGES, 4, generator), 1, generator)[0]
+    lengths = torch.randint(1, CONTEXT + 1, (batch,), generator=generator, device="cuda").int()
+    selected = {
+        "ids": Selected(ascending(batch * 4, 16, WIDTH, generator).view(batch, 4, 16), WIDTH),
+        "lengths": Selected(lengths, LONGEST),
+        "pages": Selected(ascending(batch, WIDTH, PAGES, generator), PAGES),
+    }
+    call = dataclasses.replace(
+        call, q2k_indices=selected["ids"].values.transpose(0, 1), seqused_k=selected["lengths"].values,
+        page_table=selected["pages"].values,
+    )  # fmt: skip
+    order = [s for name, s in selected.items() if name != last] + [selected[last]]
+
+    def sequence() -> None:
+        for s in order:
+            s.write()
+        ours().run(call)
+
+    sequence()
+    torch.cuda.synchronize()
+    ours().run(call)
+    alone = call.out.clone()
+    assert bool(alone.isfinite().all()) and bool(alone.any())
+    assert_stale_values_do_not_count(order, runs(sequence), call.out, generator)
+    assert torch.equal(call.out, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("batch, early", [(1, True), (8, True), (70, False)])
+@pytest.mark.parametrize("last", ["lengths", "pages"])
+def test_scores_read_what_the_kernel_before_wrote(
+    dtype: torch.dtype, batch: int, early: bool, last: str, runs: Runs
+) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda").to(dtype)
+
+    q, k = randn(batch, 4, HEAD_DIM), randn(PAGES, 1, BLOCK_SIZE, HEAD_DIM)
+    lengths = torch.randint(1, CONTEXT + 1, (batch,), generator=generator, device="cuda").int()
+    selected = {
+        "lengths": Selected(lengths, LONGEST),
+        "pages": Selected(ascending(batch, WIDTH, PAGES, generator), PAGES),
+    }
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    output = torch.empty(4, WIDTH, batch, device="cuda")
+    order = [s for name, s in selected.items() if name != last] + [selected[last]]
+
+    def scores() -> None:
+        msa_proxy_score(
+            q, k, starts, page_table=selected["pages"].values, seqused_k=selected["lengths"].values, max_seqlen_q=1,
+            max_k_tiles=WIDTH, output=output,
+        )  # fmt: skip
+
+    def sequence() -> None:
+        for s in order:
+            s.write()
+        scores()
+
+    before = score.calls.copy()
+    sequence()
+    assert early == any("one_" in name for name in score.calls - before)
+    torch.cuda.synchronize()
+    scores()
+    alone = output.clone()
+    seen = torch.arange(WIDTH, device="cuda")[:, None] * BLOCK_SIZE < lengths
+    assert torch.equal(alone > -torch.inf, seen.expand_as(alone))
+    assert_stale_values_do_not_count(order, runs(sequence), output, generator)
+    assert torch.equal(output, alone)
