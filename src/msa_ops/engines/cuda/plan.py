@@ -7,6 +7,7 @@ captured launch stays right when they change.
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -218,7 +219,12 @@ _ROOMY = {KVFormat.NVFP4: (0.8, 2), KVFormat.FP8: (0.7, 8)}
 blocks that they have."""
 _ROOMY_RANKS = 4
 """The largest clusters of wide blocks for which that holds."""
-_EARLY = {KVFormat.FP8: (7, 0.375), KVFormat.BF16: (8, 1e9), KVFormat.FP16: (8, 1e9), KVFormat.NVFP4: (0, 1.0)}
+_EARLY = {
+    KVFormat.FP8: (7, 0.375),
+    KVFormat.BF16: (8, math.inf),
+    KVFormat.FP16: (8, math.inf),
+    KVFormat.NVFP4: (0, 1.0),
+}
 """Items up to which reading early pays, and items a multiprocessor from which on it pays again."""
 
 
@@ -314,7 +320,8 @@ def make_plan(
     are those for `candidates`'s."""
     if shape.override is not None:
         return _overridden(shape)
-    return replace(_choose_plan(shape, facts, room, candidate_rooms), early=_reads_early(shape, facts))
+    plan = _choose_plan(shape, facts, room, candidate_rooms)
+    return replace(plan, early=True, why=f"{plan.why}; first tiles early") if _reads_early(shape, facts) else plan
 
 
 def _reads_early(shape: Shape, facts: DeviceFacts) -> bool:
