@@ -28,7 +28,7 @@ import msa_ops
 from msa_ops.bench import environment
 from msa_ops.bench.goals import H200_READ_BYTES_PER_S
 from msa_ops.bench.measure import Bench, Timing
-from msa_ops.contract import BLOCK_SIZE, FP8, HEAD_DIM
+from msa_ops.contract import BLOCK_SIZE, FP8, HEAD_DIM, SCALES_PER_ROW
 
 HEADS, QUERY_HEADS, TOPK, REPLAYS = 4, 64, 16, 9
 BLOCKS = (64, 256, 1024, 8192)
@@ -48,6 +48,8 @@ CHECKED = 64
 """Blocks whose scores are checked before a shape is timed."""
 STEP_CONTEXTS = (8192, 131072)
 STEP_PAGES = 40_000
+NVFP4_FACTOR = 448.0
+"""Global factor of NVFP4 keys and queries: six standard deviations use the whole range of their scales."""
 _FILL = 1 << 28
 
 Call = Callable[[], object]
@@ -135,11 +137,51 @@ def fill(m: Measurement, t: Tensor) -> None:
 
 
 @dataclass(frozen=True)
+class Keys:
+    """Pages of index keys of one head; with NVFP4 codes their block scales, 128x4 tiled."""
+
+    k: Tensor
+    scales: Tensor | None = None
+
+    @property
+    def row_bytes(self) -> int:
+        return HEAD_DIM * self.k.itemsize if self.scales is None else HEAD_DIM // 2 + SCALES_PER_ROW
+
+    def values(self, pages: Tensor) -> Tensor:
+        """Of these pages, in float32."""
+        if self.scales is None:
+            return self.k[pages, 0].float()
+        scales = self.scales.view(len(self.k), -1)[pages].view(-1, SCALES_PER_ROW)
+        return msa_ops.nvfp4_dequantize(self.k[pages, 0], scales, 1 / NVFP4_FACTOR)
+
+
+def make_keys(m: Measurement, name: str) -> Keys:
+    """`SCORE_POOL_BYTES` of normal numbers."""
+    if name != "nvfp4":
+        dtype = {"fp8": FP8, "bf16": torch.bfloat16}[name]
+        pages = SCORE_POOL_BYTES // (BLOCK_SIZE * HEAD_DIM * dtype.itemsize)
+        k = torch.empty(pages, 1, BLOCK_SIZE, HEAD_DIM, dtype=dtype, device=m.device)
+        fill(m, k)
+        return Keys(k)
+    pages = SCORE_POOL_BYTES // (BLOCK_SIZE * HEAD_DIM // 2)
+    k = torch.empty(pages, 1, BLOCK_SIZE, HEAD_DIM // 2, dtype=torch.uint8, device=m.device)
+    scales = torch.empty(pages * BLOCK_SIZE, SCALES_PER_ROW, dtype=torch.uint8, device=m.device)
+    step = _FILL // (BLOCK_SIZE * HEAD_DIM)
+    for first in range(0, pages, step):
+        part = k[first : first + step]
+        codes, its = msa_ops.nvfp4_quantize(m.randn(*part.shape[:3], HEAD_DIM).bfloat16(), NVFP4_FACTOR)
+        part.copy_(codes)
+        scales[first * BLOCK_SIZE : (first + len(part)) * BLOCK_SIZE] = its
+    return Keys(k, scales)
+
+
+@dataclass(frozen=True)
 class Scores:
     """What one decode step scores and selects. Scores have blocks innermost; `ids` are ``(tokens, KV heads, topk)``."""
 
     index_q: Tensor
-    index_k: Tensor
+    q_scales: Tensor | None  # of NVFP4 queries
+    keys: Keys
     starts: Tensor
     table: Tensor
     lengths: Tensor
@@ -151,10 +193,15 @@ class Scores:
         return {"page_table": self.table, "seqused_k": self.lengths}
 
     def score(self) -> None:
-        msa_ops.msa_proxy_score(
-            self.index_q, self.index_k, self.starts, **self.paged, max_seqlen_q=1, max_k_tiles=self.scores.shape[1],
-            output=self.scores,
-        )  # fmt: skip
+        options = {**self.paged, "max_seqlen_q": 1, "max_k_tiles": self.scores.shape[1], "output": self.scores}
+        if self.q_scales is None:
+            msa_ops.msa_proxy_score(self.index_q, self.keys.k, self.starts, **options)
+        else:
+            assert self.keys.scales is not None
+            msa_ops.msa_proxy_score_fp4(
+                self.index_q, self.keys.k, self.q_scales, self.keys.scales, 1 / NVFP4_FACTOR, 1 / NVFP4_FACTOR,
+                self.starts, **options,
+            )  # fmt: skip
 
     def select(self) -> None:
         msa_ops.msa_topk_select(self.scores, TOPK, None, self.ids, 0, 1)
@@ -169,33 +216,38 @@ class Scores:
         _same("scores", self.ids, self.scores, None, 0)
         batch, blocks = self.table.shape
         b, j = (torch.randint(n, (CHECKED,), device=m.device, generator=m.generator) for n in (batch, blocks))
-        keys = self.index_k[self.table[b, j].long(), 0].float()
-        products = self.index_q[b].float() @ keys.transpose(1, 2)  # (checked, heads, keys)
+        keys, queries = self.keys.values(self.table[b, j].long()), self.index_q.float()
+        if self.q_scales is not None:
+            queries = msa_ops.nvfp4_dequantize(self.index_q, self.q_scales, 1 / NVFP4_FACTOR)
+        products = queries[b] @ keys.transpose(1, 2)  # (checked, heads, keys)
         seen = j[:, None] * BLOCK_SIZE + torch.arange(BLOCK_SIZE, device=m.device) < self.lengths[b][:, None]
         wanted = products.masked_fill(~seen[:, None], -torch.inf).amax(-1)
         # Either side: HEAD_DIM roundings of sums that lie below the product of the largest norms.
-        bound = float(self.index_q.float().norm(dim=-1).max() * keys.norm(dim=-1).max())
+        bound = float(queries.norm(dim=-1).max() * keys.norm(dim=-1).max())
         if not torch.allclose(self.scores[:, j, b].T, wanted, rtol=0, atol=2 * HEAD_DIM * 2**-24 * bound):
             raise RuntimeError("scores: they are not those of the products; a wrong result is not timed")
 
 
-def make_scores(m: Measurement, index_k: Tensor, lengths: Tensor, context: int) -> Scores:
-    """Of requests that own random pages. bf16 index queries, or such as the keys are."""
+def make_scores(m: Measurement, keys: Keys, lengths: Tensor, context: int) -> Scores:
+    """Of requests that own random pages. Index queries are such as the keys are."""
     batch, blocks = len(lengths), context // BLOCK_SIZE
     kinds: dict[str, Any] = {"dtype": torch.int32, "device": m.device}
+    q, q_scales = m.randn(batch, HEADS, HEAD_DIM).bfloat16(), None
+    if keys.scales is None:
+        q = q.to(keys.k.dtype)
+    else:
+        q, q_scales = msa_ops.nvfp4_quantize(q, NVFP4_FACTOR)
     return Scores(
-        m.randn(batch, HEADS, HEAD_DIM).to(index_k.dtype), index_k, torch.arange(batch + 1, **kinds),
-        torch.randint(len(index_k), (batch, blocks), generator=m.generator, **kinds), lengths.clone(),
+        q, q_scales, keys, torch.arange(batch + 1, **kinds),
+        torch.randint(len(keys.k), (batch, blocks), generator=m.generator, **kinds), lengths.clone(),
         torch.empty(HEADS, batch, blocks, device=m.device).transpose(1, 2), torch.empty(batch, HEADS, TOPK, **kinds),
     )  # fmt: skip
 
 
 def time_scores(m: Measurement) -> None:
     """Decoding steps of one token. The bar of both together is floor / 0.95 + 4.5 us."""
-    for name, dtype in (("fp8", FP8), ("bf16", torch.bfloat16)):
-        page = BLOCK_SIZE * HEAD_DIM * dtype.itemsize
-        k = torch.empty(SCORE_POOL_BYTES // page, 1, BLOCK_SIZE, HEAD_DIM, dtype=dtype, device=m.device)
-        fill(m, k)
+    for name in ("fp8", "bf16", "nvfp4"):
+        keys = make_keys(m, name)
         for batch, context in (*SCORE_SHAPES, RAGGED):
             if time.monotonic() > m.end:
                 print("stopped: the time budget is spent")
@@ -204,8 +256,8 @@ def time_scores(m: Measurement) -> None:
             lengths = torch.full((batch,), context, dtype=torch.int32, device=m.device)
             if ragged:
                 lengths.random_(1, context + 1, generator=m.generator)
-            floor = int(lengths.sum()) * HEAD_DIM * dtype.itemsize / H200_READ_BYTES_PER_S * 1e6
-            steps = [make_scores(m, k, lengths, context) for _ in range(max(2, min(32, int(400 / (3 + floor)))))]
+            floor = int(lengths.sum()) * keys.row_bytes / H200_READ_BYTES_PER_S * 1e6
+            steps = [make_scores(m, keys, lengths, context) for _ in range(max(2, min(32, int(400 / (3 + floor)))))]
             steps[0].check_scores(m)
             score, both = (m.time(calls) for calls in ([s.score for s in steps], [s.score_and_select for s in steps]))
             bar = floor / 0.95 + 4.5
@@ -233,7 +285,7 @@ class Step(Scores):
 
     def step(self) -> None:
         msa_ops.msa_decode_step(
-            self.q, self.k, self.v, self.index_q, self.index_k, topk=TOPK, **self.paged, out=self.out, q2k_out=self.ids,
+            self.q, self.k, self.v, self.index_q, self.keys.k, topk=TOPK, **self.paged, out=self.out, q2k_out=self.ids,
             score_out=self.scores,
         )  # fmt: skip
 
@@ -254,14 +306,14 @@ def make_pool(m: Measurement, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return packed[..., :HEAD_DIM], packed[..., HEAD_DIM:]
 
 
-def make_step(m: Measurement, k: Tensor, v: Tensor, index_k: Tensor, context: int, batch: int) -> Step:
+def make_step(m: Measurement, k: Tensor, v: Tensor, index_keys: Keys, context: int, batch: int) -> Step:
     lengths = torch.full((batch,), context - 5, dtype=torch.int32, device=m.device)
     q = m.randn(batch, QUERY_HEADS, HEAD_DIM).bfloat16()
-    return Step(**vars(make_scores(m, index_k, lengths, context)), q=q, k=k, v=v, out=torch.empty_like(q))
+    return Step(**vars(make_scores(m, index_keys, lengths, context)), q=q, k=k, v=v, out=torch.empty_like(q))
 
 
 def time_steps(m: Measurement) -> None:
-    index_k = m.randn(STEP_PAGES, 1, BLOCK_SIZE, HEAD_DIM).bfloat16()
+    index_keys = Keys(m.randn(STEP_PAGES, 1, BLOCK_SIZE, HEAD_DIM).bfloat16())
     for kv, dtype in (("bf16", torch.bfloat16), ("fp8", FP8)):
         k, v = make_pool(m, dtype)
         for context in STEP_CONTEXTS:
@@ -270,13 +322,13 @@ def time_steps(m: Measurement) -> None:
                     print("stopped: the time budget is spent")
                     return
                 count = 16 if batch * context <= 4096 * BLOCK_SIZE else 4
-                steps = [make_step(m, k, v, index_k, context, batch) for _ in range(count)]
+                steps = [make_step(m, k, v, index_keys, context, batch) for _ in range(count)]
                 steps[0].check()
                 took = {
                     part: m.time([getattr(step, part) for step in steps]).median
                     for part in ("score", "select", "attend", "step")
                 }
-                index_bytes = batch * context * HEAD_DIM * index_k.itemsize
+                index_bytes = batch * context * index_keys.row_bytes
                 kv_bytes = batch * HEADS * TOPK * BLOCK_SIZE * 2 * HEAD_DIM * k.itemsize
                 floors = {"score_floor": index_bytes, "attend_floor": kv_bytes}
                 m.note(

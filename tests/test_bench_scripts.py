@@ -123,10 +123,12 @@ def test_selection_writes_the_committed_files_records(tmp_path: Path, monkeypatc
     assert steps == [("bf16", 1), ("bf16", 2), ("fp8", 1), ("fp8", 2)]
     scores = [r for r in found["records"] if r["part"] == "scores"]
     assert [(r["keys"], r["batch"], r["context"], r["ragged"]) for r in scores] == [
-        (keys, *shape) for keys in ("fp8", "bf16") for shape in ((1, 256, False), (2, 2048, False), (3, 1024, True))
+        (keys, *shape)
+        for keys in ("fp8", "bf16", "nvfp4")
+        for shape in ((1, 256, False), (2, 2048, False), (3, 1024, True))
     ]
     assert [r["floor"] for r in scores if not r["ragged"]] == pytest.approx(
-        [tokens * 128 * size / 4.46e6 for size in (1, 2) for tokens in (256, 4096)]
+        [tokens * row / 4.46e6 for row in (128, 256, 72) for tokens in (256, 4096)]
     )
     for r in scores:
         assert r["bar"] == pytest.approx(r["floor"] / 0.95 + 4.5) and r["held"] == (r["both"] <= r["bar"])
