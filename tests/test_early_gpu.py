@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cases import INT32_MAX, INT32_MIN
-from msa_ops import msa_proxy_score, msa_topk_select
+from msa_ops import msa_proxy_score, msa_sparse_decode_attention, msa_topk_select
 from msa_ops.bench.inputs import Shape, make_calls, make_pool
 from msa_ops.bench.peers import ours
 from msa_ops.contract import BLOCK_SIZE, FP8, HEAD_DIM
@@ -147,3 +147,59 @@ def test_scores_read_what_the_kernel_before_wrote(
     assert torch.equal(alone > -torch.inf, seen.expand_as(alone))
     assert_stale_values_do_not_count(order, runs(sequence), output, generator)
     assert torch.equal(output, alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("batch", [1, 20])
+@pytest.mark.parametrize("last", ["ids", "starts"])
+def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs) -> None:
+    """Where the requests' keys start is written just before, for scores and attention alike."""
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def randn(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, device="cuda").to(dtype)
+
+    rows = LONGEST - 1
+    q, k, v, index_k = (
+        randn(batch, 16, HEAD_DIM),
+        randn(rows, 1, HEAD_DIM),
+        randn(rows, 1, HEAD_DIM),
+        randn(rows, 1, HEAD_DIM),
+    )
+    blocks = -(-rows // BLOCK_SIZE)
+    selected = {
+        "ids": Selected(ascending(batch, 16, 24 if batch == 1 else 16, generator).view(batch, 1, 16), blocks),
+        "starts": Selected(ascending(1, batch + 1, rows, generator), LONGEST),
+    }
+    ids, starts = selected["ids"].values.transpose(0, 1), selected["starts"].values[0]
+    tokens = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    result = torch.empty(batch, 16 * HEAD_DIM + 4 * blocks, device="cuda")
+    order = [s for name, s in selected.items() if name != last] + [selected[last]]
+
+    def attend() -> None:
+        out = msa_sparse_decode_attention(q, k, v, ids, cu_seqlens_k=starts)
+        assert isinstance(out, Tensor)
+        result[:, : 16 * HEAD_DIM] = out.view(batch, -1)
+
+    def scores() -> None:
+        found = msa_proxy_score(q[:, :4], index_k, tokens, starts, max_seqlen_q=1, max_k_tiles=blocks)
+        result[:, 16 * HEAD_DIM :] = found.permute(2, 0, 1).reshape(batch, -1)
+
+    def sequence() -> None:
+        for s in order:
+            s.write()
+        attend()
+        selected["starts"].values.fill_(-5)
+        selected["starts"].write()
+        scores()
+
+    sequence()
+    torch.cuda.synchronize()
+    attend()
+    scores()
+    alone = result.clone()
+    seen = torch.arange(blocks, device="cuda") * BLOCK_SIZE < starts.diff()[:, None]
+    assert torch.equal(alone[:, 16 * HEAD_DIM :].view(batch, 4, blocks) > -torch.inf, seen[:, None].expand(-1, 4, -1))
+    assert bool(alone[:, : 16 * HEAD_DIM].isfinite().all()) and bool(alone[:, : 16 * HEAD_DIM].any())
+    assert_stale_values_do_not_count(order, runs(sequence), result, generator)
+    assert torch.equal(result, alone)
