@@ -214,18 +214,17 @@ _TALL_RANKS, _TALL_TILES = 4, 8
 _DEEP_RANKS, _DEEP_FROM = 2, 0.85
 """Blocks of a cluster for which a deeper ring is faster if four for each item would not be more than there are multiprocessors,
 and the share of these from which on clusters of four may not fit."""
-_ROOMY = {KVFormat.NVFP4: (0.8, 2), KVFormat.FP8: (0.7, 8)}
-"""Share of the clusters that fit up to which twice as large clusters of usual blocks are faster than wide ones, and the fewest
-blocks that they have."""
-_ROOMY_RANKS = 4
-"""The largest clusters of wide blocks for which that holds."""
+_ROOMY = {KVFormat.NVFP4: 4, KVFormat.FP8: 8}
+"""Blocks from which on twice as large clusters of usual blocks are faster than wide ones."""
+_ROOMY_SHARE, _ROOMY_RANKS = 0.8, 4
+"""Share of the clusters that fit, and the largest clusters of wide blocks, up to which that holds."""
 _EARLY = {
     KVFormat.FP8: (7, 0.375),
     KVFormat.BF16: (8, math.inf),
     KVFormat.FP16: (8, math.inf),
     KVFormat.NVFP4: (0, 1.0),
 }
-"""Items up to which reading early pays, and items a multiprocessor from which on it pays again."""
+"""Items up to which reading early pays, and items a multiprocessor beyond which it pays again."""
 
 
 def choose_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant:
@@ -318,14 +317,12 @@ def make_plan(
 ) -> LaunchPlan:
     """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`), `candidate_rooms`
     are those for `candidates`'s."""
-    if shape.override is not None:
-        return _overridden(shape)
-    plan = _choose_plan(shape, facts, room, candidate_rooms)
+    plan = _choose_plan(shape, facts, room, candidate_rooms) if shape.override is None else _overridden(shape)
     return replace(plan, early=True, why=f"{plan.why}; first tiles early") if _reads_early(shape, facts) else plan
 
 
 def _reads_early(shape: Shape, facts: DeviceFacts) -> bool:
-    if not facts.has_clusters:
+    if facts.capability != (9, 0):  # needs dependent launch, and was measured there alone
         return False
     few, many = _EARLY[shape.kv_format]
     return shape.items <= few or shape.items > many * facts.multiprocessors
@@ -368,8 +365,8 @@ def _pays(shape: Shape, variant: Variant, facts: DeviceFacts, ranks: int, usual_
         return ranks >= _TALL_RANKS and tiles <= _TALL_TILES * ranks
     if variant == special.get("deep"):
         return ranks == _DEEP_RANKS
-    share, least = _ROOMY.get(shape.kv_format, (0.0, 0))
-    return not (ranks <= _ROOMY_RANKS and usual_ranks >= max(2 * ranks, least) and shape.items <= share * usual_room)
+    least = max(2 * ranks, _ROOMY.get(shape.kv_format, MAX_GRID))
+    return not (ranks <= _ROOMY_RANKS and usual_ranks >= least and shape.items <= _ROOMY_SHARE * usual_room)
 
 
 def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom) -> int:

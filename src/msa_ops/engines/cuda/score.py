@@ -136,7 +136,7 @@ class ScorePlan:
     fill_splits: int
     keys_stay: bool
     early: bool
-    """Keys are asked for while the kernel before is still running, by lengths and pages as they are then."""
+    """From 9.0 on keys are asked for while the kernel before still runs, by lengths and pages as they are then."""
 
     @property
     def entry(self) -> str:

@@ -94,7 +94,7 @@ DEVICE void prefetch_box(const TensorMap *map, int byte, int row, int head, int 
                  : "memory");
 }
 
-// Asks L2 for K and V of a tile, as `copy_tile` asks for it; one lane calls it.
+// Asks L2 for K and V of a tile where `copy_tile` finds them, without scales and in the usual order of leaving; one lane calls it.
 DEVICE void prefetch_tile(const Params &p, int block, int skip, int head) {
   const int row = p.paged ? skip : block + skip, page = p.paged ? block : 0;
 #pragma unroll

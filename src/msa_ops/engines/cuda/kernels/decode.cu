@@ -30,7 +30,7 @@ DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &r
 #endif
     if (SCALED) clear_unused_scales(p, stage + 2 * SIDE_BYTES + SCALE_BYTES, info, warp * 32 + lane);
   }
-  if (group_sync_or(group, fresh || softmax.outgrown(p, largest))) { // rare after the first tile: weights from a new base
+  if (group_sync_or(group, fresh || softmax.outgrown(p, largest))) { // weights from a new base: rare where there is slack
     softmax.raise(&by_warp[0][0], lane, fresh, o);
     softmax.write_weights(s, weights, added);
     group_sync(group);
@@ -87,8 +87,8 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
   }
 }
 
-// Brings a group's first tile into L2 while the previous kernel may still be running: that of the ids, lengths and pages as they
-// are now. Where that kernel writes them another may be read after the wait, and this one was read in vain. One thread calls it.
+// Asks L2 for a group's first tile by ids, lengths and pages as they are before the wait (common.cuh, `read_early`). One thread
+// calls it.
 DEVICE void prefetch_first_tile(const Params &p, const Item &item, int rank, int group) {
 #ifdef HAS_CLUSTER
   constexpr int PER_BLOCK = BLOCK_KEYS / TILE;

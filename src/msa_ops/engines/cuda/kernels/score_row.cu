@@ -77,8 +77,8 @@ struct RowShare {
   }
 };
 
-// Brings a block of keys into L2 while the previous kernel may still be running: that of the lengths and pages as they are now.
-// Where that kernel writes them another may be read after the wait, and this one was read in vain. By the threads of a team.
+// Asks L2 for a block of keys by lengths and pages as they are before the wait (common.cuh, `read_early`), in the usual order of
+// leaving. By the threads of a team. There is one KV head.
 DEVICE void prefetch_keys(const ScoreParams &p, int index, int block, int thread) {
 #ifdef HAS_CLUSTER
   const int *const at = p.lengths + index * p.lengths_step;

@@ -5,15 +5,15 @@ struct Softmax {
   float base[2];    // the largest score when it was last raised, plus BIAS; -inf until a key was seen
   float sum[2];
 
-  // Allowed growth of the largest score before anything is rescaled. A weight of 16-bit K and V is rounded as coarsely as the
-  // output: none, so that the largest weight is exact, but for the blocks of a cluster, whose errors meet in the mean and
-  // which have no time to rescale (docs/kernel-notes.md, "Where it stands").
+  // Allowed growth of the largest score before anything is rescaled. With 16-bit K and V weights are rounded as coarsely as the
+  // output, and only an exact largest weight is as good as it gets: no growth is allowed, except in a cluster, where rescaling
+  // costs most and the parts' errors meet in the mean (docs/kernel-notes.md, "An exact largest weight").
   static constexpr float SLACK = 8.f;
   static DEVICE_MEMBER float slack(const Params &p) {
     return ROW_BYTES == 256 && p.combine != COMBINE_CLUSTER ? 0.f : SLACK;
   }
   // Weights in bf16 are taken 2^20 smaller, so that sums of the largest bf16 values stay inside float32. Weights in fp16 are taken
-  // 2^7 larger, 2^15 with the slack, so that small ones, which the sum counts, are not lost where many meet few large ones.
+  // 2^7 larger, up to 2^15 with the slack, so that small ones, which the sum counts, are not lost where many meet few large ones.
   static constexpr float BIAS = PRODUCT_BF16 ? 20.f : -7.f;
 
   DEVICE_MEMBER void reset(const float *row_scale, int lane) {
