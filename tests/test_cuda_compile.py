@@ -221,27 +221,18 @@ def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
     for name, offset, length in fields:
         divisor = re.search(rf"\bDivisor [^;]*\b{name}\b", source)
         flat += [(offset + i, 4) for i in (0, 4, 8)] if divisor else [(offset, length)]
-    packed, offset = [], 0
-    for count, code in re.findall(r"(\d*)([a-zA-Z])", launch._PARAMS.format):
+    assert packed_places(launch._PARAMS) == flat
+
+
+def packed_places(packed: struct.Struct) -> list[tuple[int, int]]:
+    """Offset and length of each value of a format of numbers and bytes, as C aligns them; padding may follow them."""
+    places, offset = [], 0
+    for count, code in re.findall(r"(\d*)([a-zA-Z])", packed.format):
         if code == "x":
             continue
         length = int(count) if code == "s" else struct.calcsize(code)
         for _ in range(1 if code == "s" else int(count or 1)):
-            offset = -(-offset // (1 if code == "s" else length)) * (1 if code == "s" else length)
-            packed.append((offset, length))
-            offset += length
-    assert packed == flat
-
-
-def packed_places(packed: struct.Struct) -> list[tuple[int, int]]:
-    """Offset and length of each value of a format of numbers, as C aligns them."""
-    places, offset = [], 0
-    for count, code in re.findall(r"(\d*)([a-zA-Z])", packed.format):
-        if code == "x":  # at the end
-            continue
-        length = struct.calcsize(code)
-        for _ in range(int(count or 1)):
-            offset = -(-offset // length) * length
+            offset += 0 if code == "s" else -offset % length
             places.append((offset, length))
             offset += length
     return places

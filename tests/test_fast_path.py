@@ -6,6 +6,7 @@ import os
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from inspect import signature
 from typing import Any
 
@@ -39,7 +40,9 @@ from fake_gpu import (
 from msa_ops import MSASparseAttentionWorkspace, contract, msa_sparse_decode_attention
 from msa_ops.contract import DecodeCall
 from msa_ops.engines import cuda
+from msa_ops.engines.cuda import compile as compiler
 from msa_ops.engines.cuda import launch, plan, prepared
+from test_cuda_compile import c_layout
 from test_errors import ROWS, Refused, names
 from test_properties import specs
 
@@ -125,6 +128,23 @@ def test_signed_zeros_reach_the_kernel(gpu: FakeGPU) -> None:
         assert short_way(gpu, call) == long_way(gpu, call)
     factors = {done.block[launch.FACTORS_AT : launch.FACTORS_AT + 8] for done in gpu.launches}
     assert {struct.pack("2f", 0.0, 0.0), struct.pack("2f", -0.0, -0.0)} <= factors
+
+
+def test_the_kernel_is_told_whether_to_read_early(gpu: FakeGPU) -> None:
+    """By the plan: calls of few items on 9.0."""
+    fields, _ = c_layout(compiler.source(("common.cuh", "params.cuh")), "Params")
+    (at,) = (offset for name, offset, _ in fields if name == "early")
+    few = call_of(PAGED)
+    many = call_of(replace(PAGED, lengths=(PAGED.lengths * 9)[:9]))
+    for facts, call, early in ((HOPPER, few, 1), (HOPPER, many, 0), (AMPERE, few, 0)):
+        gpu.facts = facts
+        launch._state.facts[None] = facts  # type: ignore[index]
+        prepared.forget()
+        for way in (long_way, short_way):
+            del gpu.launches[:]
+            prepare(gpu, call)
+            way(gpu, call)
+            assert {struct.unpack_from("i", done.block, at) for done in gpu.launches} == {(early,)}
 
 
 # --- what the long way reads ---
