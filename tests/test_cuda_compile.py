@@ -246,6 +246,22 @@ def test_the_compiler_agrees_on_the_size_of_the_struct() -> None:
         compiler.compile_program(plan.variants((8, 0))[0], "sm_80")
 
 
+@pytest.mark.parametrize("name", ["fp8-g2w4t128s5b1", "bf16-g1w8t64s5b1"])
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 16])
+def test_what_a_clusters_blocks_receive_has_room(name: str, size: int) -> None:
+    variant = next(v for v in plan.variants((9, 0)) if v.name == name)
+    with pytest.MonkeyPatch.context() as patch:
+        room = variant.dynamic_bytes(plan.Combine.CLUSTER, size) - variant.dynamic_bytes(plan.Combine.NONE)
+        room += plan.ROW_TILE * plan.HEAD_DIM * 4 * (variant.groups if variant.groups > 1 else 0)  # what groups have anyway
+        check = (
+            f"static_assert(Meeting<{size}>::PARTS * Meeting<{size}>::OWN * HEAD_DIM * 4 == {room} && "
+            f'Meeting<{size}>::PARTS * Meeting<{size}>::OWN <= PEER_ROWS, "what meets in a block");'
+        )
+        checked = f"{compiler.source(plan.SOURCES)}\n{check}"
+        patch.setattr(compiler, "source", lambda _: checked)
+        compiler.compile_program(variant, "sm_90a")
+
+
 @pytest.mark.parametrize("name", ["fp8-g1w4t128s3b2", *(v.name for v in plan.variants((9, 0)) if "nvfp4" in v.name)])
 def test_the_kernel_lays_shared_memory_out_as_planned(name: str) -> None:
     variant = next(v for v in plan.variants((9, 0)) if v.name == name)

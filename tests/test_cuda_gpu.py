@@ -121,6 +121,24 @@ def test_a_forced_route_is_taken_and_right(route: str, q_dtype: str, kv_dtype: s
     assert_matches_oracle(case, result)
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("size", [3, 6])
+@pytest.mark.parametrize(
+    "kv_dtype, variant", [("bf16", "2,4,64,5,1"), ("bf16", "1,8,64,5,1"), ("fp8", "2,4,128,5,1"), ("nvfp4", "2,4,128,5,1")]
+)
+def test_clusters_of_which_not_all_blocks_own_rows(
+    kv_dtype: str, variant: str, size: int, shape: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_clusters():
+        pytest.skip("this GPU has no clusters")
+    monkeypatch.delenv("MSA_OPS_COMBINE", raising=False)
+    monkeypatch.setenv("MSA_OPS_PLAN", f"{variant},{size},0")
+    case = build(spec_of("bf16", kv_dtype, shape), "cuda")
+    result, taken = run_counted(case)
+    assert taken == "cluster" and explained(case).splits == size
+    assert_matches_oracle(case, result)
+
+
 def test_the_route_follows_the_shape(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MSA_OPS_COMBINE", raising=False)
     few = build(Spec(lengths=(2000,), kv_heads=1, topk=16, ids="all"), "cuda")
@@ -569,26 +587,34 @@ def test_an_expanded_cache(kv_dtype: str, dim: int) -> None:
 # --- roundings ---
 
 
-@pytest.mark.parametrize("dtype, bound", [(torch.bfloat16, 1e-3), (torch.float16, 1e-4)])
+@pytest.mark.parametrize(
+    "dtype, kv_dtype, bound",
+    [
+        (torch.bfloat16, torch.bfloat16, 1e-3), (torch.float16, torch.float16, 1e-4), (torch.bfloat16, torch.float8_e4m3fn, 6e-4),
+        (torch.float16, torch.float8_e4m3fn, 1e-4),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("tokens", [1, 100, 300])
-def test_the_largest_weight_of_16_bit_values_is_exact(dtype: torch.dtype, bound: float, tokens: int) -> None:
-    """Where no other block shares the item. One key's score grows past all before by less than what other formats let a base
-    lag, and e^5 would be rounded by 0.28% (bf16) and 0.026% (fp16). In the mean over dims the output's own roundings vanish."""
+def test_the_largest_weight_is_exact(dtype: torch.dtype, kv_dtype: torch.dtype, bound: float, tokens: int) -> None:
+    """Where no other block shares the item, but for NVFP4. One key's score grows past all before by less than what is let lag
+    elsewhere, and e^5 would be rounded by 0.28% (weights in bf16) and 0.026% (fp16). In the mean over dims the output's own
+    roundings all but vanish."""
     generator = torch.Generator("cuda").manual_seed(0)
     q = torch.zeros(tokens, 16, 128, dtype=dtype, device="cuda")
-    k = torch.zeros(2, 1, 128, 128, dtype=dtype, device="cuda")
+    k = torch.zeros(4, 1, 128, 128, device="cuda")
     v = torch.zeros_like(k)
     q[..., 0] = 1.0
-    k[1, 0, 17, 0] = 5.0  # in the third tile of 64, which a group of warps takes after the first
-    values = (1 + torch.rand(128, device="cuda", generator=generator)).to(dtype)
-    v[1, 0, 17] = values
-    ids = torch.tensor([0, 1], dtype=torch.int32, device="cuda").expand(1, tokens, 2).contiguous()
-    table = torch.tensor([[0, 1]], dtype=torch.int32, device="cuda").expand(tokens, 2).contiguous()
-    lengths = torch.full((tokens,), 256, dtype=torch.int32, device="cuda")
+    k[3, 0, 17, 0] = 5.0  # in a tile that its group of warps takes after another
+    values = (1 + torch.rand(128, device="cuda", generator=generator)).to(kv_dtype).float()
+    v[3, 0, 17] = values
+    k, v = k.to(kv_dtype), v.to(kv_dtype)
+    ids = torch.arange(4, dtype=torch.int32, device="cuda").expand(1, tokens, 4).contiguous()
+    table = torch.arange(4, dtype=torch.int32, device="cuda").expand(tokens, 4).contiguous()
+    lengths = torch.full((tokens,), 512, dtype=torch.int32, device="cuda")
     given = {"page_table": table, "seqused_k": lengths, "softmax_scale": 1.0}
     assert explain(q, k, v, ids, **given, force_fused=True).route == "none"
     out = msa_sparse_decode_attention(q, k, v, ids, **given, force_fused=True)
     assert isinstance(out, Tensor)
-    exact = values.double() * math.exp(5) / (255 + math.exp(5))
+    exact = values.double() * math.exp(5) / (511 + math.exp(5))
     error = ((out.double() - exact) / exact).mean(-1).abs().max()
     assert error < bound, error

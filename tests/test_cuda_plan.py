@@ -79,14 +79,14 @@ def test_every_plan_can_be_launched(capability: tuple[int, int]) -> None:
             p = planned(s, facts)
             assert p.variant in built, "a call may ask for prebuilt variants alone"
             assert p.variant.threads <= 1024
-            shared = p.variant.dynamic_bytes(p.combine) + p.variant.static_shared_bytes
+            shared = p.variant.dynamic_bytes(p.combine, p.splits) + p.variant.static_shared_bytes
             assert shared <= facts.shared_per_block, (s, p)
-            assert p.variant.dynamic_bytes(p.combine) <= p.variant.shared_bytes, "the limit that launch.py asks for"
+            assert p.variant.dynamic_bytes(p.combine, p.splits) <= p.variant.shared_bytes, "the limit that launch.py asks for"
             assert 1 <= p.splits <= tiles(s, p), "a block without a tile"
             assert p.blocks % p.splits == 0 and 1 <= p.blocks <= min(s.items * p.splits, MAX_GRID)
             assert (p.combine is Combine.NONE) == (p.splits == 1)
             if p.combine is Combine.CLUSTER:
-                assert p.splits in (2, 4, 8, 16) and p.splits <= facts.max_cluster
+                assert p.splits in p.variant.cluster_sizes and p.splits <= facts.max_cluster
                 assert p.blocks == s.items * p.splits, "a cluster serves one item"
             assert p.why
 
@@ -188,9 +188,28 @@ def test_few_items_are_split_and_many_are_not(capability: tuple[int, int]) -> No
     previous = one.splits
     for tokens in range(1, 200):
         p = planned(shape(tokens=tokens, kv_heads=1), facts)
-        assert p.splits <= previous, "more items are never split further"
+        # But where clusters of two would no longer leave half of the multiprocessors to the next call.
+        assert p.splits <= previous or (p.splits, tokens) == (3, facts.multiprocessors // 4 + 1), "never split further"
         previous = p.splits
     assert previous == 1
+
+
+def test_clusters_between_the_powers_of_two_where_they_were_measured() -> None:
+    """Of an H200, by what its driver answers."""
+    facts = DeviceFacts.of_capability((9, 0))
+    fits = {2: 66, 3: 39, 4: 30, 6: 17, 8: 15, 16: 7}
+
+    def room(variant: Variant) -> plan.ClusterRoom:
+        two = plan.blocks_per_multiprocessor(variant, facts) > 1
+        return tuple((size, (2 if two else 1) * fits[size]) for size in variant.cluster_sizes)
+
+    def sizes(kv_format: KVFormat) -> dict[int, int]:
+        items = (15, 16, 17, 18, 30, 31, 33, 34, 39, 40)
+        return {n: plan.plan_for(shape(kv_format, n, kv_heads=1), facts, room).splits for n in items}
+
+    assert sizes(KVFormat.BF16) == {15: 8, 16: 6, 17: 6, 18: 4, 30: 4, 31: 2, 33: 2, 34: 3, 39: 3, 40: 2}
+    assert sizes(KVFormat.FP8) == {15: 8, 16: 8, 17: 4, 18: 4, 30: 4, 31: 2, 33: 2, 34: 3, 39: 3, 40: 2}
+    assert sizes(KVFormat.NVFP4) == {15: 8, 16: 8, 17: 4, 18: 4, 30: 4, 31: 3, 33: 3, 34: 3, 39: 3, 40: 2}
 
 
 @pytest.mark.parametrize("capability", WITHOUT_CLUSTERS)
@@ -274,6 +293,12 @@ def test_a_forced_plan_is_taken_and_a_wrong_grid_refused() -> None:
     s = dataclasses.replace(shape(tokens=10), override=(1, 4, 64, 2, 1, 4, 0))
     p = planned(s, facts)
     assert (p.variant.tile, p.combine, p.splits, p.blocks) == (64, Combine.CLUSTER, 4, 160)
+    wide = dataclasses.replace(s, override=(1, 4, 64, 2, 1, 3, 0))
+    assert (planned(wide, facts).splits, planned(wide, facts).blocks) == (3, 120)
+    with pytest.raises(ValueError, match="this variant has one of 2, 4, 8, 16 blocks, got splits = 3"):
+        planned(dataclasses.replace(s, override=(1, 4, 64, 2, 2, 3, 0)), facts)
+    with pytest.raises(ValueError, match="this variant has one of 2, 3, 4, 6, 8, 16 blocks, got splits = 5"):
+        planned(dataclasses.replace(s, override=(1, 4, 64, 2, 1, 5, 0)), facts)
     with pytest.raises(ValueError, match="blocks must be 0 for a cluster"):
         planned(dataclasses.replace(s, override=(1, 4, 64, 2, 1, 4, 80)), facts)
     scratch = dataclasses.replace(s, combine=Combine.SCRATCH, override=(1, 4, 64, 2, 1, 4, 80))

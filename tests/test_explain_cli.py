@@ -61,7 +61,7 @@ def test_the_plan_is_the_engines(capability: tuple[int, int]) -> None:
             assert (got.route, got.splits, got.blocks, got.why, got.variant) == (
                 want.combine.name.lower(), want.splits, want.blocks, want.why, want.variant.name,
             )  # fmt: skip
-            assert got.dynamic_shared_bytes == want.variant.dynamic_bytes(want.combine)
+            assert got.dynamic_shared_bytes == want.variant.dynamic_bytes(want.combine, want.splits)
             assert got.blocks_per_multiprocessor == plan.blocks_per_multiprocessor(want.variant, facts)
             assert got.block_slots == 100 * got.blocks_per_multiprocessor
 

@@ -95,7 +95,7 @@ def test_values_lie_in_the_fields_of_their_names() -> None:
 )  # fmt: skip
 def test_the_smallest_kernel_that_holds_a_row_is_taken(blocks: int, entry: str) -> None:
     assert topk.entry_for(blocks) == entry
-    by_tokens = entry if blocks > 256 else entry.replace("topk", "topk_tokens")
+    by_tokens = entry if blocks > 1024 else entry.replace("topk", "topk_tokens")
     assert topk.entry_for(blocks, True) == by_tokens
 
 

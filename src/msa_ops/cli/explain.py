@@ -287,7 +287,7 @@ def _plan_report(shape: Shape, facts: DeviceFacts, plan: LaunchPlan) -> PlanRepo
         merge_kernel=scratch,
         variant=plan.variant.name,
         threads=plan.variant.threads,
-        dynamic_shared_bytes=plan.variant.dynamic_bytes(plan.combine),
+        dynamic_shared_bytes=plan.variant.dynamic_bytes(plan.combine, plan.splits),
         static_shared_bytes=plan.variant.static_shared_bytes,
         blocks_per_multiprocessor=at_once,
         block_slots=at_once * facts.multiprocessors,

@@ -24,7 +24,6 @@ from ...contract import BLOCK_SIZE, FP8, SCALES_PER_ROW, DecodeProblem, KVFormat
 from . import compile as compiler
 from .driver import NO_CONTEXT, check, driver, ensure_context, launch_config, load_library, refuse_capture
 from .plan import (
-    CLUSTER_SIZES,
     MAX_GRID,
     ROW_BYTES,
     ClusterRoom,
@@ -157,7 +156,7 @@ def cluster_room(variant: Variant, device: int) -> ClusterRoom:
     room = _state.room.get((variant, device))
     if room is None:
         facts = device_facts(device)
-        sizes = [size for size in CLUSTER_SIZES if size <= facts.max_cluster]
+        sizes = [size for size in variant.cluster_sizes if size <= facts.max_cluster]
         kernels = kernels_for(variant, device)
         room = _state.room[variant, device] = tuple((size, kernels.active_clusters(size)) for size in sizes)
     return room
@@ -313,7 +312,7 @@ def output_rows(shape: Shape) -> int:
 def grids(plan: LaunchPlan, shape: Shape, kernels: Kernels) -> list[tuple[Any, Grid]]:
     """The kernels of a call in order, each with its grid."""
     variant, cluster = plan.variant, plan.splits if plan.combine is Combine.CLUSTER else 1
-    found = [(kernels.decode, Grid(plan.blocks, variant.threads, variant.dynamic_bytes(plan.combine), cluster))]
+    found = [(kernels.decode, Grid(plan.blocks, variant.threads, variant.dynamic_bytes(plan.combine, cluster), cluster))]
     if plan.combine is Combine.SCRATCH:
         found.append((kernels.merge, Grid(-(-output_rows(shape) // _MERGE_ROWS), 32 * _MERGE_ROWS, 0, 1)))
     return found

@@ -25,6 +25,8 @@ MAX_GRID = 2**31 - 1
 SYSTEM_SHARED = 1024
 """Shared memory that the system takes of every resident block."""
 CLUSTER_SIZES = (2, 4, 8, 16)
+SIZES_BETWEEN = (3, 6)
+"""Sizes of clusters that variants of one block a multiprocessor may have too. Only the first 2 or 4 of their blocks own rows."""
 
 # Shared memory that one block may have, in bytes, by compute capability (CUDA programming guide, "technical specifications
 # per compute capability"). On a device the driver's own figure is used.
@@ -79,22 +81,29 @@ class Variant:
     @property
     def static_shared_bytes(self) -> int:
         """Upper bound of the kernel's static shared memory, in the kilobytes that the ring's alignment makes of it."""
-        return 1024 if self.groups * self.warps <= 4 and self.stages <= 3 else 2048
+        return 1024 * (1 if self.min_blocks > 1 else 1 + self.groups)
 
-    def dynamic_bytes(self, combine: Combine) -> int:
+    @property
+    def cluster_sizes(self) -> tuple[int, ...]:
+        """Blocks of the clusters that it can be launched in, ascending."""
+        return tuple(sorted(CLUSTER_SIZES + SIZES_BETWEEN)) if self.min_blocks == 1 else CLUSTER_SIZES
+
+    def dynamic_bytes(self, combine: Combine, splits: int = 1) -> int:
         """Dynamic shared memory: the copy ring, each group's two buffers of weights, the query (NVFP4, four blocks),
-        NVFP4's scales of V where they are put in order, and where partial results meet."""
+        NVFP4's scales of V where they are put in order, and where partial results meet. `splits`: blocks of a cluster."""
         scaled = self.kv_format is KVFormat.NVFP4
         stage = self.tile * (ROW_BYTES[self.kv_format] + scaled * SCALES_PER_ROW) * 2
         value_scales = scaled * self.tile * SCALES_PER_ROW
         query = ROW_TILE * HEAD_DIM * 2 if scaled and self.min_blocks >= 4 else 0  # product.cuh, QUERY_STAYS
         meeting = ROW_TILE * HEAD_DIM * 4 if combine is Combine.CLUSTER or self.groups > 1 else 0
+        if combine is Combine.CLUSTER and splits in SIZES_BETWEEN:
+            meeting += meeting // 2  # meeting.cuh, PEER_ROWS
         return self.stages * stage + self.groups * (2 * ROW_TILE * self.tile * 2 + query + value_scales + meeting)
 
     @property
     def shared_bytes(self) -> int:
         """The most dynamic shared memory that a route of this variant needs."""
-        return self.dynamic_bytes(Combine.CLUSTER)
+        return max(self.dynamic_bytes(Combine.CLUSTER, size) for size in self.cluster_sizes)
 
     @property
     def resident_bytes(self) -> int:
@@ -144,7 +153,7 @@ def typical_room(facts: DeviceFacts, variant: Variant) -> ClusterRoom:
     30 of 8 and 14 of 16 where 132 multiprocessors take two blocks each.
     """
     blocks = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
-    sizes = [size for size in CLUSTER_SIZES if size <= facts.max_cluster]
+    sizes = [size for size in variant.cluster_sizes if size <= facts.max_cluster]
     return tuple((size, blocks // 2 if size == 2 else blocks * 9 // (10 * size)) for size in sizes)
 
 
@@ -211,6 +220,8 @@ _WIDE_ITEMS = 8
 """Items from which on clusters of one block a multiprocessor are the faster ones."""
 _TALL_RANKS, _TALL_TILES = 4, 8
 """Blocks of a cluster from which on, and tiles of a block up to which, eight warps on a tile are faster than two groups."""
+_TALL_SIZES, _WIDE_SIZES = (6,), (3,)
+"""Sizes between the powers of two that eight warps on a tile and wide blocks are worth: a block's tiles then fit its ring."""
 _DEEP_RANKS, _DEEP_FROM = 2, 0.85
 """Blocks of a cluster for which a deeper ring is faster if four for each item would not be more than there are multiprocessors,
 and the share of these from which on clusters of four may not fit."""
@@ -370,10 +381,21 @@ def _pays(shape: Shape, variant: Variant, facts: DeviceFacts, ranks: int, usual_
 
 
 def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom) -> int:
-    """Blocks of the largest cluster an item that all run at once; 1 where none does."""
-    tiles = shape.topk * (BLOCK_SIZE // variant.tile)
+    """Blocks of the largest cluster an item that all run at once, of the sizes that pay; 1 where none does."""
+    tiles, sizes = shape.topk * (BLOCK_SIZE // variant.tile), CLUSTER_SIZES
+    if variant == cluster_variants(shape.kv_format, facts).get("tall"):
+        sizes += _TALL_SIZES
+    # Clusters of two that leave half of the multiprocessors to the next call are as fast with fp8.
+    elif variant == wide_variant(shape.kv_format, facts) and (
+        shape.kv_format is not KVFormat.FP8 or 4 * shape.items > facts.multiprocessors
+    ):
+        sizes += _WIDE_SIZES
     return max(
-        (n for n, many in room if n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors),
+        (
+            n
+            for n, many in room
+            if n in sizes and n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors
+        ),
         default=1,
     )
 
@@ -385,8 +407,9 @@ def _overridden(shape: Shape) -> LaunchPlan:
     combine = Combine.NONE if splits == 1 else shape.combine or Combine.CLUSTER
     if variant.groups >= variant.stages or splits < 1 or blocks < 0:
         raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
-    if combine is Combine.CLUSTER and splits not in CLUSTER_SIZES:
-        raise ValueError(f"MSA_OPS_PLAN: a cluster has 2, 4, 8 or 16 blocks, got splits = {splits}")
+    if combine is Combine.CLUSTER and splits not in variant.cluster_sizes:
+        sizes = ", ".join(map(str, variant.cluster_sizes))
+        raise ValueError(f"MSA_OPS_PLAN: a cluster of this variant has one of {sizes} blocks, got splits = {splits}")
     if combine is Combine.CLUSTER and groups > 2:
         raise ValueError(f"MSA_OPS_PLAN: blocks of a cluster have one or two groups of warps, got {shape.override}")
     if combine is Combine.CLUSTER and min_blocks > 2:
@@ -418,7 +441,7 @@ def _split(
     if facts.has_clusters and shape.combine is not Combine.SCRATCH:
         if shape.force_fused is False or shape.combine is Combine.CLUSTER:
             most = tiles if shape.combine is Combine.CLUSTER else shape.topk
-            splits = max((size for size, many in room if size <= most and many), default=1)
+            splits = max((size for size, many in room if size in CLUSTER_SIZES and size <= most and many), default=1)
             if splits == 1:
                 return Combine.NONE, 1, "asked to split: one block, or no cluster that this device can hold"
             return Combine.CLUSTER, splits, f"asked to split: the largest cluster, {splits} blocks an item"

@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 _THREADS = {
     "msa_topk_tokens_64": 256, "msa_topk_tokens_256": 256, "msa_topk_64": 128, "msa_topk_256": 128,
-    "msa_topk_1024": 256, "msa_topk_8192": 512, "msa_topk_65536": 1024,
+    "msa_topk_tokens_1024": 256, "msa_topk_1024": 128, "msa_topk_8192": 512, "msa_topk_65536": 1024,
 }  # fmt: skip
 """Threads of a block, by entry point. A name ends in the blocks of the longest row."""
-_CACHED = ("msa_topk_tokens_64", "msa_topk_tokens_256", "msa_topk_1024", "msa_topk_8192", "msa_topk_65536")
+_CACHED = ("msa_topk_tokens_64", "msa_topk_tokens_256", "msa_topk_tokens_1024", "msa_topk_8192", "msa_topk_65536")
 """Those whose thread blocks read neighbouring words of a sector, which the first-level cache keeps for them."""
 PROGRAM = programs.KernelProgram(
     "topk",

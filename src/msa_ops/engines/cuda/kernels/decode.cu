@@ -12,28 +12,51 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
 constexpr int OPERAND_BYTES = QUERY_STAYS ? QUERY_BYTES : 0; // the query operand, where it stays in shared memory
 
-// From the raw scores of a tile to its weights in shared memory, ready for all warps of the group. `fresh`: its first tile of the
-// item. `stage` is where the tile lies.
-DEVICE void weigh_tile(const Params &p, Scores &s, const TileInfo &info, Ring &ring, const RingPosition<STAGES> &at, u8 *stage,
-                       u32 weights, float (*by_warp)[ROWS], bool fresh, Softmax &softmax, Output &o, int group, int warp,
-                       int lane) {
-  float largest[2], added[2];
+// Masks the raw scores of a tile and leaves this warp's largest of each row for the others. They have read those of the tile before
+// when they meet at its end.
+DEVICE void leave_largest(const Softmax &softmax, Scores &s, const TileInfo &info, GroupShared &mine, int warp, int lane,
+                          float (&largest)[2]) {
   softmax.mask(s, info, warp, lane, largest);
-  if ((lane & 3) == 0) by_warp[warp][lane >> 2] = largest[0], by_warp[warp][(lane >> 2) + 8] = largest[1];
-  if (!fresh) softmax.write_weights(s, weights, added);
-  if (info.lo > 0 || info.hi < TILE) {
+  if ((lane & 3) == 0) mine.by_warp[lane >> 2][warp] = largest[0], mine.by_warp[(lane >> 2) + 8][warp] = largest[1];
+}
+
+// Clears what a tile's copy brought beside the attended rows.
+DEVICE void clear_unused(const Params &p, const TileInfo &info, Ring &ring, const RingPosition<STAGES> &at, u8 *stage, int thread) {
+  if (info.lo <= 0 && info.hi >= TILE) return;
 #ifdef HAS_CLUSTER
-    barrier_wait(&ring.v_full[at.slot], at.parity);
-    if (!SCALED) clear_unused_rows(stage + SIDE_BYTES, info, warp * 32 + lane);
+  barrier_wait(&ring.v_full[at.slot], at.parity);
+  if (!SCALED) clear_unused_rows(stage + SIDE_BYTES, info, thread);
 #else
-    if (SCALED) barrier_wait(&ring.v_full[at.slot], at.parity);
+  if (SCALED) barrier_wait(&ring.v_full[at.slot], at.parity);
 #endif
-    if (SCALED) clear_unused_scales(p, stage + 2 * SIDE_BYTES + SCALE_BYTES, info, warp * 32 + lane);
-  }
-  if (group_sync_or(group, fresh || softmax.outgrown(p, largest))) { // weights from a new base: rare where there is slack
-    softmax.raise(&by_warp[0][0], lane, fresh, o);
+  if (SCALED) clear_unused_scales(p, stage + 2 * SIDE_BYTES + SCALE_BYTES, info, thread);
+}
+
+// Whether the largest scores of a tile are exchanged before the output of the tile before is taken, which hides that, so that weights
+// are written once. Else they are written from the base there is, and a second time where it turns out to have been outgrown: fewer
+// instructions while that is rare.
+constexpr bool EXCHANGE_FIRST = !SCALED;
+
+// From the masked scores of a tile to its weights in shared memory, ready for all warps of the group. `fresh`: its first tile of the
+// item.
+DEVICE void weigh_tile(const Params &p, const Scores &s, float (&largest)[2], u32 weights, GroupShared &mine, u32 parity, bool fresh,
+                       Softmax &softmax, Output &o, int group) {
+  float added[2];
+  const int lane = threadIdx.x & 31;
+  if constexpr (EXCHANGE_FIRST) {
+    barrier_wait(&mine.largest_here, parity);
+    softmax.read_largest(mine.by_warp, lane, largest);
+    if (__any_sync(ALL_LANES, fresh || softmax.outgrown(p, largest))) softmax.raise(largest, fresh, o); // the same in all warps
     softmax.write_weights(s, weights, added);
     group_sync(group);
+  } else {
+    if (!fresh) softmax.write_weights(s, weights, added);
+    if (group_sync_or(group, fresh || softmax.outgrown(p, largest))) {
+      softmax.read_largest(mine.by_warp, lane, largest);
+      softmax.raise(largest, fresh, o);
+      softmax.write_weights(s, weights, added);
+      group_sync(group);
+    }
   }
   softmax.sum[0] += added[0], softmax.sum[1] += added[1];
 }
@@ -123,7 +146,7 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
   const LaneAddresses first_at(p, shared_address(stages), shared_address(weights), warp, lane);
   const bool cluster = CAN_CLUSTER && p.combine == COMBINE_CLUSTER;
   const Delivery delivery(shared, peers, cluster ? p.splits.value : 1, cluster ? rank : 0, group, warp, lane);
-  u32 turn = 0;
+  u32 turn = 0, parity = 0; // of the weights, and of `largest_here`
   for (u32 index = first; index < p.items; index += stride) {
     const Item item(p, index);
     if (index == first) {
@@ -156,11 +179,16 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
     while (true) {
       TileInfo info = {0, 0, 1};
       Scores s;
+      float largest[2];
       if (!last) {
         info = next_tile(shared.ring, next);
         if (info.lo < info.hi) {
           score_tile(p, first_at, next.slot * STAGE_BYTES, q, s);
           if (EARLY_K) release(&shared.ring.k_empty[next.slot], lane);
+          if constexpr (EXCHANGE_FIRST) {
+            leave_largest(softmax, s, info, mine, warp, lane, largest);
+            release(&mine.largest_here, lane);
+          }
         }
       }
       if (held) {
@@ -179,9 +207,10 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
       if (info.lo >= info.hi) break;
       at = next;
       next.advance(GROUPS);
-      weigh_tile(p, s, info, shared.ring, at, stages + at.slot * STAGE_BYTES, first_at.write + turn * WEIGHT_BYTES, mine.by_warp,
-                 !held, softmax, o, group, warp, lane);
-      held = true, last = info.last;
+      if constexpr (!EXCHANGE_FIRST) leave_largest(softmax, s, info, mine, warp, lane, largest);
+      clear_unused(p, info, shared.ring, at, stages + at.slot * STAGE_BYTES, warp * 32 + lane);
+      weigh_tile(p, s, largest, first_at.write + turn * WEIGHT_BYTES, mine, parity, !held, softmax, o, group);
+      held = true, last = info.last, parity ^= 1;
       if (last && cluster) { // before the output of this tile is taken: all blocks have the weights ready when outputs come
         leave_states(softmax, mine, warp, lane);
         release(&shared.states_left, lane);
@@ -202,7 +231,13 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
       delivery.give<true>(o);
       switch (p.splits.value) {
       case 2: meet_in_cluster<2>(p, item, peers, shared, rank); break;
+      case 3:
+        if constexpr (SIZES_BETWEEN) meet_in_cluster<3>(p, item, peers, shared, rank);
+        break;
       case 4: meet_in_cluster<4>(p, item, peers, shared, rank); break;
+      case 6:
+        if constexpr (SIZES_BETWEEN) meet_in_cluster<6>(p, item, peers, shared, rank);
+        break;
       case 8: meet_in_cluster<8>(p, item, peers, shared, rank); break;
       default: meet_in_cluster<16>(p, item, peers, shared, rank); break;
       }
@@ -265,10 +300,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
       barrier_init(&shared.states_here, 1);
       barrier_init(&shared.outputs_here, 1);
       if (p.combine == COMBINE_CLUSTER) {
-        barrier_expect(&shared.states_here, PEER_STATE_BYTES);
-        barrier_expect(&shared.outputs_here, PEER_OUTPUT_BYTES);
+        const u32 rows = p.splits.value * GROUPS * (ROWS >> owner_bits(p.splits.value)); // of all parts, if this block owns any
+        barrier_expect(&shared.states_here, rows * 8);
+        barrier_expect(&shared.outputs_here, rows * HEAD_DIM * 4);
       }
 #endif
+      for (int i = 0; i < GROUPS; i++) barrier_init(&shared.group[i].largest_here, WARPS);
       publish_barriers();
     }
     prefetch_tables(p, first, lane);

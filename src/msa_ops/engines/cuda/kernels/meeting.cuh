@@ -7,11 +7,17 @@ constexpr bool CAN_CLUSTER = false;
 #endif
 
 struct GroupShared {
+  Barrier largest_here; // counts warps that have left their largest scores of a tile
   float row_scale[ROWS];
-  float by_warp[WARPS][ROWS]; // the largest scores of a tile
+  alignas(16) float by_warp[ROWS][WARPS]; // these
   float end_sum[WARPS][ROWS]; // at the end of an item: every warp's part of the sums, and the bases
   float end_base[ROWS];
 };
+
+// Parts that meet in the rows that a block of a cluster owns, times those rows: GROUPS * ROWS where all blocks own some, and half
+// as many again in clusters of 3 and 6, which blocks of one a multiprocessor may have.
+constexpr bool SIZES_BETWEEN = CAN_CLUSTER && MIN_BLOCKS == 1;
+constexpr int PEER_ROWS = GROUPS * ROWS * (SIZES_BETWEEN ? 3 : 2) / 2;
 
 struct Shared {
   Ring ring;
@@ -19,11 +25,12 @@ struct Shared {
   Barrier states_here, outputs_here;  // cluster: count what its blocks have sent here
   Barrier weights_here;               // cluster: the copying warp has made weights of the states
   GroupShared group[GROUPS];
-  alignas(16) float2 peer_state[GROUPS * ROWS]; // cluster, [part][own row]: base and sum
-  float peer_weight[GROUPS * ROWS];             // the same order: of the part in its row, over the row's sum
+  alignas(16) float2 peer_state[PEER_ROWS]; // cluster, [part][own row]: base and sum
+  float peer_weight[PEER_ROWS];             // the same order: of the part in its row, over the row's sum
 };
-// What a block of a cluster receives, its own included.
-constexpr int PEER_STATE_BYTES = GROUPS * ROWS * 8, PEER_OUTPUT_BYTES = GROUPS * ROWS * HEAD_DIM * 4;
+
+// Bits of the number of a cluster's blocks that own rows: all of them, or the next smaller power of two.
+DEVICE int owner_bits(int ranks) { return 31 - __clz(ranks); }
 
 DEVICE i64 output_row(const Params &p, const Item &item, int row) {
   return ((i64)item.token * p.kv_heads.value + item.head) * p.group + item.row0 + row;
@@ -76,8 +83,9 @@ DEVICE float row_sum(const GroupShared &group, int row) {
   return sum;
 }
 
-// Where partial results of an item meet. The blocks of a cluster share the rows of an item: with OWN rows each, block `r` owns rows
-// [r * OWN, (r + 1) * OWN), and receives them from all groups of all blocks. Without a cluster one block owns all of them.
+// Where partial results of an item meet. The first blocks of a cluster, a power of two, share the rows of an item: with OWN rows
+// each, block `r` owns rows [r * OWN, (r + 1) * OWN), and receives them from all groups of all blocks. Without a cluster one block
+// owns all of them.
 // `peers` is [part][own row][dim], a part being a group of a block, with its 16-byte groups permuted by row against bank conflicts.
 DEVICE int permuted(int slot, int dim) { return (((dim >> 2) ^ (slot & 7)) << 2) + (dim & 3); }
 
@@ -88,9 +96,8 @@ struct Delivery {
   u32 barrier;
   u32 offset[2]; // cluster: from an address here to the same in the block that owns the row
 
-  // `ranks` is a power of two.
   DEVICE_MEMBER Delivery(Shared &shared, float *peers, int ranks, int rank, int group, int warp, int lane) {
-    const int own_bits = 5 - __ffs(ranks), part = rank * GROUPS + group;
+    const int own_bits = 4 - owner_bits(ranks), part = rank * GROUPS + group;
     barrier = shared_address(&shared.outputs_here);
 #pragma unroll
     for (int r = 0; r < 2; r++) {
@@ -132,7 +139,8 @@ struct Delivery {
 // Adds up the rows that a block owns and stores them: the result, or the partial result of a share (scratch). Sizes are known to
 // the compiler. A warp has one row at a time, and a lane DIMS dims of it. Few rows are spread over all warps.
 template <int RANKS> struct Meeting {
-  static constexpr int OWN = ROWS / RANKS, PARTS = RANKS * GROUPS; // PARTS: results that meet in a row
+  static constexpr int OWNERS = RANKS >= 16 ? 16 : RANKS >= 8 ? 8 : RANKS >= 4 ? 4 : RANKS >= 2 ? 2 : 1;
+  static constexpr int OWN = ROWS / OWNERS, PARTS = RANKS * GROUPS; // PARTS: results that meet in a row
   static constexpr int DIMS = OWN * (HEAD_DIM / 4) < WORKERS ? 1 : 4, THREADS_A_ROW = HEAD_DIM / DIMS;
   static constexpr int ROUNDS = (OWN * THREADS_A_ROW - 1) / WORKERS + 1;
   float weight[ROUNDS][PARTS]; // of every part in a row, over the row's sum
@@ -231,42 +239,49 @@ template <int RANKS> struct Meeting {
 // The copying warp's part in the end of a cluster's only item: while the last outputs are taken, it makes weights of the states of
 // all parts. A lane has one row of a group, and then one part of a row that this block owns.
 DEVICE void settle_states(const Params &p, const Item &item, Shared &shared, int rank, int lane) {
-  const int rank_bits = __ffs(p.splits.value) - 1, own_bits = 4 - rank_bits, own = 1 << own_bits;
+  const int ranks = p.splits.value, rank_bits = owner_bits(ranks), own_bits = 4 - rank_bits, own = 1 << own_bits;
   const int group = min(lane / ROWS, GROUPS - 1), row = lane % ROWS;
   const int slot = ((rank * GROUPS + group) << own_bits) + (row & (own - 1));
   const u32 barrier = shared_address(&shared.states_here), offset = address_in_rank(barrier, row >> own_bits) - barrier;
   const u32 to = shared_address(&shared.peer_state[slot]) + offset;
   constexpr int GROUP_BITS = GROUPS - 1; // one or two groups
-  const int part_bits = rank_bits + GROUP_BITS, part = lane & ((1 << part_bits) - 1), mine = (lane >> part_bits) & (own - 1);
-  const int at = (part << own_bits) + mine, owned = rank * own + mine; // the first GROUPS * ROWS lanes are all parts of own rows
-  const i64 out = output_row(p, item, owned);
+  const bool between = SIZES_BETWEEN && ranks != 1 << rank_bits; // there are places for more parts than there are
+  const int part_bits = rank_bits + GROUP_BITS + between, places = own << part_bits;
   cluster_wait(); // all blocks of the cluster have started: their shared memory may be written
   barrier_wait(&shared.states_left, 0);
   if (lane < GROUPS * ROWS) {
     const GroupShared &from = shared.group[group];
     send(to, barrier + offset, make_float2(from.end_base[row], row_sum(from, row)));
   }
+  if (rank >> rank_bits) return; // owns no rows
   barrier_wait_for_peers(&shared.states_here, 0);
-  const float2 state = shared.peer_state[at];
-  float base = state.x;
+#pragma unroll 1
+  for (int place = lane; place < max(places, 32); place += 32) {
+    const int part = place & ((1 << part_bits) - 1), mine = (place >> part_bits) & (own - 1);
+    const int at = (part << own_bits) + mine, owned = rank * own + mine;
+    const bool none = part >= ranks * GROUPS;
+    const float2 state = none ? make_float2(NEG_INF, 0.f) : shared.peer_state[at];
+    float base = state.x;
 #pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) {
-    const float other = __shfl_xor_sync(~0u, base, d);
-    if (d < 1 << part_bits) base = fmaxf(base, other);
-  }
-  float weight = exp2_approx(state.x - (base == NEG_INF ? 0.f : base)), sum = state.y * weight;
+    for (int d = 16; d >= 1; d >>= 1) {
+      const float other = __shfl_xor_sync(~0u, base, d);
+      if (d < 1 << part_bits) base = fmaxf(base, other);
+    }
+    float weight = exp2_approx(state.x - (base == NEG_INF ? 0.f : base)), sum = state.y * weight;
 #pragma unroll
-  for (int d = 16; d >= 1; d >>= 1) {
-    const float other = __shfl_xor_sync(~0u, sum, d);
-    if (d < 1 << part_bits) sum += other;
+    for (int d = 16; d >= 1; d >>= 1) {
+      const float other = __shfl_xor_sync(~0u, sum, d);
+      if (d < 1 << part_bits) sum += other;
+    }
+    if (place < places && !none) shared.peer_weight[at] = weight * normaliser(sum);
+    if (place + 32 >= places) release(&shared.weights_here, lane);
+    if (part == 0 && place < places && owned < item.rows) store_lse(p, output_row(p, item, owned), base, sum);
   }
-  if (lane < GROUPS * ROWS) shared.peer_weight[at] = weight * normaliser(sum);
-  release(&shared.weights_here, lane);
-  if (part == 0 && lane < GROUPS * ROWS && owned < item.rows) store_lse(p, out, base, sum);
 }
 
 // The computing warps' part, after their outputs have been given.
 template <int RANKS> DEVICE void meet_in_cluster(const Params &p, const Item &item, const float *peers, Shared &shared, int rank) {
+  if (rank >= Meeting<RANKS>::OWNERS) return;
   Meeting<RANKS> meeting(p, item, 0, rank);
   barrier_wait(&shared.weights_here, 0);
   meeting.take_weights(shared);

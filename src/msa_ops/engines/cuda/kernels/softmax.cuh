@@ -5,13 +5,11 @@ struct Softmax {
   float base[2];    // the largest score when it was last raised, plus BIAS; -inf until a key was seen
   float sum[2];
 
-  // Allowed growth of the largest score before anything is rescaled. With 16-bit K and V weights are rounded as coarsely as the
-  // output, and only an exact largest weight is as good as it gets: no growth is allowed, except in a cluster, where rescaling
-  // costs most and the parts' errors meet in the mean (docs/kernel-notes.md, "An exact largest weight").
+  // Allowed growth of the largest score before anything is rescaled. Only an exact largest weight is as good as it gets: no growth
+  // is allowed (docs/kernel-notes.md, "An exact largest weight"), except in a cluster, where rescaling costs most and the parts'
+  // errors meet in the mean, and with NVFP4, whose time is its instructions.
   static constexpr float SLACK = 8.f;
-  static DEVICE_MEMBER float slack(const Params &p) {
-    return ROW_BYTES == 256 && p.combine != COMBINE_CLUSTER ? 0.f : SLACK;
-  }
+  static DEVICE_MEMBER float slack(const Params &p) { return SCALED || p.combine == COMBINE_CLUSTER ? SLACK : 0.f; }
   // Weights in bf16 are taken 2^20 smaller, so that sums of the largest bf16 values stay inside float32. Weights in fp16 are taken
   // 2^7 larger, up to 2^15 with the slack, so that small ones, which the sum counts, are not lost where many meet few large ones.
   static constexpr float BIAS = PRODUCT_BF16 ? 20.f : -7.f;
@@ -60,14 +58,24 @@ struct Softmax {
     return largest[0] - base[0] > most || largest[1] - base[1] > most;
   }
 
-  // Raises the bases to the block's largest scores and scales what was accumulated, if anything was. `all` holds every warp's
-  // largest, [WARPS][ROWS].
-  DEVICE_MEMBER void raise(const float *all, int lane, bool fresh, Output &o) {
+  // The largest scores of a tile, of what every warp has left.
+  DEVICE_MEMBER void read_largest(const float (&by_warp)[ROWS][WARPS], int lane, float (&largest)[2]) const {
+#pragma unroll
+    for (int r = 0; r < 2; r++) {
+      const float4 *const all = (const float4 *)by_warp[(lane >> 2) + 8 * r];
+      largest[r] = NEG_INF;
+#pragma unroll
+      for (int i = 0; i < WARPS / 4; i++)
+        largest[r] = fmaxf(largest[r], fmaxf(fmaxf(all[i].x, all[i].y), fmaxf(all[i].z, all[i].w)));
+    }
+  }
+
+  // Raises the bases to a tile's largest scores and scales what was accumulated, if anything was.
+  DEVICE_MEMBER void raise(const float (&largest)[2], bool fresh, Output &o) {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float before = base[r];
-#pragma unroll
-      for (int w = 0; w < WARPS; w++) base[r] = fmaxf(base[r], all[w * ROWS + (lane >> 2) + 8 * r] + BIAS);
+      base[r] = fmaxf(before, largest[r] + BIAS);
       if (fresh) continue;
       const float factor = base[r] == NEG_INF ? 1.f : exp2_approx(before - base[r]);
       sum[r] *= factor;

@@ -136,20 +136,29 @@ DEVICE void store_if(bool wanted, float *score, float x, unsigned char *block, i
                "f"(x), "r"((u32)__cvta_generic_to_shared(block)), "r"(number), "r"((u32)wanted)
                : "memory");
 }
+DEVICE void store_if(bool wanted, float *score, float x, u16 *block, int number) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %4, 0; @p st.shared.f32 [%0], %1; @p st.shared.u16 [%2], %3;}" ::"r"(
+                   (u32)__cvta_generic_to_shared(score)),
+               "f"(x), "r"((u32)__cvta_generic_to_shared(block)), "h"((u16)number), "r"((u32)wanted)
+               : "memory");
+}
 
 // --- a warp a row -----------------------------------------------------------------------------------------------------
-template <int KEYS> struct WarpShared {
+// NUMBER holds a block's number. ROOM: blocks that may be listed.
+template <int KEYS, typename NUMBER_ = unsigned char, int ROOM_ = KEYS * 32> struct WarpShared {
+  using NUMBER = NUMBER_;
+  static constexpr int ROOM = ROOM_;
   alignas(16) float largest[GROUPS];
-  alignas(16) float score[KEYS * 32]; // of the blocks that reach the floor, ascending
-  unsigned char block[KEYS * 32];
+  alignas(16) float score[ROOM]; // of the blocks that reach the floor, ascending
+  NUMBER block[ROOM];
 };
 
 template <int KEYS> struct WarpRow {
   float score[KEYS]; // -inf or NaN: not to be chosen
   int block[KEYS];   // ascending from lane to lane, then from place to place; a lane is a group
 
-  // Lists the blocks that reach the floor; their number. `wanted` is 1 to GROUPS.
-  __device__ __forceinline__ u32 narrow(WarpShared<KEYS> &s, u32 wanted, int lane) const {
+  // Lists the blocks that reach the floor, as far as there is room; their number. `wanted` is 1 to GROUPS.
+  template <typename S> __device__ __forceinline__ u32 list_best(S &s, u32 wanted, int lane) const {
     float largest = score[0];
 #pragma unroll
     for (int j = 1; j < KEYS; j++) largest = fmaxf(largest, score[j]); // passes over NaN
@@ -165,7 +174,7 @@ template <int KEYS> struct WarpRow {
     for (int j = 0; j < KEYS; j++) { // without branches: eight that diverge take longer than all else here
       const bool reaches = score[j] >= floor;
       const u32 all = __ballot_sync(ALL_LANES, reaches), at = n + __popc(all & below);
-      store_if(reaches, s.score + at, score[j], s.block + at, block[j]);
+      store_if(reaches && (S::ROOM >= KEYS * 32 || at < S::ROOM), s.score + at, score[j], s.block + at, block[j]);
       n += __popc(all);
     }
     if (lane >= n) s.score[lane] = __uint_as_float(MINUS_INFINITY_BITS);
@@ -174,7 +183,7 @@ template <int KEYS> struct WarpRow {
   }
 
   // The list becomes the row.
-  __device__ __forceinline__ void take(const WarpShared<KEYS> &s, u32 n, int lane) {
+  template <typename S> __device__ __forceinline__ void take(const S &s, u32 n, int lane) {
 #pragma unroll
     for (int j = 0; j < KEYS; j++) {
       const u32 at = j * 32 + lane;
@@ -182,8 +191,28 @@ template <int KEYS> struct WarpRow {
     }
   }
 
+  // Narrows the row to a list of at most 32 blocks, the wanted ones among them; their number, or a larger one if three tries do
+  // not do it. The row may then be what the last of them began with.
+  template <typename S> __device__ __forceinline__ u32 narrow(S &s, u32 wanted, int lane, int tries = 3) {
+    u32 n = 0xffffffffu;
+    if (wanted - 1 >= GROUPS) return n;
+    if constexpr (S::ROOM < KEYS * 32) {
+      n = list_best(s, wanted, lane);
+      if (n <= 32 || n > S::ROOM) return n;
+      WarpRow<S::ROOM / 32> rest;
+      rest.take(s, n, lane);
+      return rest.narrow(s, wanted, lane, tries - 1);
+    }
+#pragma unroll 1
+    while (true) { // a list has other groups than its row, and fewer blocks in each
+      n = list_best(s, wanted, lane);
+      if (n <= 32 || --tries == 0) return n;
+      take(s, n, lane);
+    }
+  }
+
   // Writes the wanted blocks of a list of at most 32; their number.
-  static __device__ __forceinline__ int write_listed(const WarpShared<KEYS> &s, u32 wanted, int *output, int lane) {
+  template <typename S> static __device__ __forceinline__ int write_listed(const S &s, u32 wanted, int *output, int lane) {
     const float mine = s.score[lane], larger = count_larger((const float(&)[GROUPS])s.score, mine);
     const int block = s.block[lane];
     bool chosen = mine >= -LARGEST_SCORE && larger < (float)wanted;
@@ -198,7 +227,7 @@ template <int KEYS> struct WarpRow {
     return __popc(all);
   }
 
-  // The same for any number, by bits.
+  // The same of the row itself, by bits.
   __device__ __forceinline__ int write_searched(u32 wanted, int *output, int lane) const {
     u32 key[KEYS];
 #pragma unroll
@@ -218,6 +247,15 @@ template <int KEYS> struct WarpRow {
       written += __popc(all);
     }
     return written;
+  }
+
+  // The row's result.
+  template <typename S>
+  __device__ __forceinline__ void write_narrowed(const TopkParams &p, const Row &row, const Forced &forced, S &s, int lane) {
+    const u32 n = narrow(s, forced.wanted, lane);
+    int *output = row.output + forced.begin;
+    const int found = n <= 32 ? write_listed(s, forced.wanted, output, lane) : write_searched(forced.wanted, output, lane);
+    forced.write_rest(row.output, p.topk, found, lane, 32);
   }
 
   static __device__ __forceinline__ u32 count_from(const u32 (&key)[KEYS], u32 least) {
@@ -249,19 +287,7 @@ template <int KEYS> DEVICE void select_by_warp(const TopkParams &p, const Row &r
     keys.block[j] = j * 32 + lane;
     if (!forced.open(keys.block[j])) keys.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
   }
-  int *output = row.output + forced.begin;
-  u32 n = 0xffffffffu;
-  if ((u32)forced.wanted - 1 < GROUPS) {
-#pragma unroll 1
-    for (int tries = 3;;) { // a list has other groups than its row, and fewer blocks in each
-      n = keys.narrow(s, forced.wanted, lane);
-      if (n <= 32 || --tries == 0) break;
-      keys.take(s, n, lane);
-    }
-  }
-  const int found =
-    n <= 32 ? keys.write_listed(s, forced.wanted, output, lane) : keys.write_searched(forced.wanted, output, lane);
-  forced.write_rest(row.output, p.topk, found, lane, 32);
+  keys.write_narrowed(p, row, forced, s, lane);
 }
 
 constexpr int ROWS = 4; // a thread block's
@@ -331,14 +357,27 @@ extern "C" __global__ void __launch_bounds__(32 * TOKENS) msa_topk_tokens_256(co
 }
 
 // --- a thread block a row ---------------------------------------------------------------------------------------------
-// Sizes of a thread block. TILES keys of a thread are loaded together; block tile * THREADS + t is thread t's.
-template <int THREADS_, int TILES_, bool RESIDENT_> struct Layout {
+// How a row is gone through: each warp narrows its part to a list; the keys stay in registers; they are read whenever needed.
+enum Way { LISTS, RESIDENT, STREAMED };
+
+// Sizes of a thread block. TILES keys of a thread are loaded together. A slot is 32 neighbouring blocks, a lane's each; with lists
+// a warp's slots are neighbours.
+template <int THREADS_, int TILES_, Way WAY_> struct Layout {
   static constexpr int THREADS = THREADS_, TILES = TILES_, WARPS = THREADS / 32;
-  static constexpr bool RESIDENT = RESIDENT_; // the keys stay in registers
-  static constexpr int BINS = 2 * THREADS;    // of a digit of a key; also the (tile, warp) pairs of the longest row
-  static constexpr int DIGIT = THREADS == 1024 ? 11 : THREADS == 512 ? 10 : 9;
-  static constexpr int MAX_BLOCKS = RESIDENT ? TILES * THREADS : BINS / WARPS * THREADS;
-  static_assert(BINS == 1 << DIGIT && MAX_BLOCKS * WARPS <= BINS * THREADS, "two bins a thread");
+  static constexpr Way WAY = WAY_;
+  static constexpr bool STAYS = WAY != STREAMED;
+  static constexpr int BINS = 2 * THREADS;    // of a digit of a key; also the slots of the longest row
+  static constexpr int DIGIT = THREADS == 1024 ? 11 : THREADS == 512 ? 10 : THREADS == 256 ? 9 : 8;
+  static constexpr int MAX_BLOCKS = STAYS ? TILES * THREADS : BINS / WARPS * THREADS;
+  static_assert(BINS == 1 << DIGIT && MAX_BLOCKS <= BINS * 32, "two bins a thread");
+
+  static DEVICE_MEMBER int slot(int tile) {
+    const int warp = threadIdx.x >> 5;
+    return WAY == LISTS ? warp * TILES + tile : tile * WARPS + warp;
+  }
+  static DEVICE_MEMBER int block(int tile) {
+    return WAY == LISTS ? slot(tile) * 32 + (threadIdx.x & 31) : tile * THREADS + threadIdx.x;
+  }
 };
 
 constexpr int CANDIDATES = 128; // that are ranked; where more reach the floor, most of them are equal
@@ -374,7 +413,7 @@ template <typename L> DEVICE u32 sum_before(BlockShared<L> &s, bool clear, u32 &
 
 template <typename L> struct BlockRow {
   static constexpr int THREADS = L::THREADS, TILES = L::TILES;
-  static constexpr bool RESIDENT = L::RESIDENT;
+  static constexpr bool STAYS = L::STAYS;
   const float *score; // of the thread's first block
   i64 step;           // to that of the next tile
   int blocks;
@@ -382,25 +421,25 @@ template <typename L> struct BlockRow {
   u32 key[TILES];
 
   __device__ __forceinline__ BlockRow(const TopkParams &p, const Row &row) {
-    score = row.score + threadIdx.x * p.score_block, step = THREADS * p.score_block, blocks = p.blocks;
+    score = row.score + L::block(0) * p.score_block, step = (L::block(1) - L::block(0)) * p.score_block, blocks = p.blocks;
   }
   __device__ __forceinline__ void load(int base, float (&x)[TILES]) const {
     const float *at = score + base * step;
 #pragma unroll
-    for (int j = 0; j < TILES; j++, at += step) x[j] = (base + j) * THREADS + (int)threadIdx.x < blocks ? *at : 0.f;
+    for (int j = 0; j < TILES; j++, at += step) x[j] = L::block(base + j) < blocks ? *at : 0.f;
   }
   __device__ __forceinline__ void make_keys(int base, const float (&x)[TILES], const Forced &forced) {
 #pragma unroll
     for (int j = 0; j < TILES; j++) {
       const u32 open = key_of(x[j]);
-      key[j] = forced.open((base + j) * THREADS + threadIdx.x) ? open : 0;
+      key[j] = forced.open(L::block(base + j)) ? open : 0;
     }
   }
   // Calls `use(tile, key)` for all tiles, and empty ones to the next multiple of TILES. Where the row does not fit the
   // registers its scores are read again.
   template <typename Use> __device__ __forceinline__ void for_each(const Forced &forced, Use use) {
-    for (int base = 0; RESIDENT ? base == 0 : base < tiles; base += TILES) {
-      if (!RESIDENT) {
+    for (int base = 0; STAYS ? base == 0 : base < tiles; base += TILES) {
+      if (!STAYS) {
         float x[TILES];
         load(base, x);
         make_keys(base, x, forced);
@@ -434,7 +473,7 @@ template <typename L> struct BlockRow {
         const u32 at = atomicAdd(&s.count, 1);
         if (at >= CANDIDATES) return;
         volatile u32 *half = (u32 *)(s.candidates + at); // written as one, every key would hold a pair of registers
-        half[0] = ~(u32)(tile * THREADS + t), half[1] = key;
+        half[0] = ~(u32)L::block(tile), half[1] = key;
       });
     __syncthreads();
     const u32 n = s.count;
@@ -484,41 +523,25 @@ template <typename L> struct BlockRow {
   }
 };
 
-template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShared<L> &s) {
-  constexpr int THREADS = L::THREADS, TILES = L::TILES, WARPS = L::WARPS;
-  constexpr bool RESIDENT = L::RESIDENT;
-  const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
-  const Row row(p, blockIdx.x);
-  BlockRow<L> keys(p, row);
-  if (RESIDENT) prefetch_scores(p, row, t);
-  if (t == 0) prefetch_extent(p, row);
-  ((uint2 *)s.bins)[t] = make_uint2(0, 0);
-  if (t < CANDIDATES) s.candidates[t] = 0;
-  if (t < GROUPS) s.largest[t] = s.chosen[t] = 0;
-  if (t == 0) s.count = 0, s.bin = -1, s.keys = 0;
-  __syncthreads();
-  let_next_kernel_start();
-  wait_for_previous_kernel();
-  float x[TILES];
-  if (RESIDENT) keys.load(0, x);
-  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
-  keys.tiles = (forced.extent + THREADS - 1) / THREADS;
-  if (RESIDENT) keys.make_keys(0, x, forced);
+// With each warp's list, and what all of them make.
+template <typename L> struct ListsShared : BlockShared<L> {
+  static constexpr int ROOM = 128;
+  WarpShared<L::TILES, u16, ROOM> of_warp[L::WARPS];
+  WarpShared<L::WARPS, u16> best;
+};
 
-  u32 least;
-  if (keys.choose(forced, s, least)) {
-    const int found = min(s.count, (u32)forced.wanted);
-    if (t < GROUPS && s.chosen[t]) row.output[forced.begin + (int)count_larger(s.chosen, s.chosen[t])] = ~s.chosen[t];
-    forced.write_rest(row.output, p.topk, found, t, THREADS);
-    return;
-  }
+// By digits of the keys; the whole thread block calls it.
+template <typename L>
+DEVICE void select_by_search(const TopkParams &p, const Row &row, const Forced &forced, BlockRow<L> &keys, BlockShared<L> &s, u32 least) {
+  constexpr int THREADS = L::THREADS;
+  const int t = threadIdx.x, lane = t & 31;
   const Cut cut = keys.search(forced, s, least);
 
-  // Chosen keys and keys equal to the cut, the latter in the upper half, by tile and warp: in the order of blocks.
-  auto is_above = [&](int tile, u32 key) { return forced.holds(tile * THREADS + t) || key > cut.floor; };
+  // Chosen keys and keys equal to the cut, the latter in the upper half, by slot: in the order of blocks.
+  auto is_above = [&](int tile, u32 key) { return forced.holds(L::block(tile)) || key > cut.floor; };
   keys.for_each(forced, [&](int tile, u32 key) {
     const u32 above = __ballot_sync(ALL_LANES, is_above(tile, key)), same = __ballot_sync(ALL_LANES, key == cut.floor);
-    if (lane == 0) s.bins[tile * WARPS + warp] = __popc(above) | (cut.ties ? __popc(same) << 16 : 0);
+    if (lane == 0) s.bins[L::slot(tile)] = __popc(above) | (cut.ties ? __popc(same) << 16 : 0);
   });
   __syncthreads();
   u32 first, second;
@@ -528,25 +551,97 @@ template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShar
   keys.for_each(forced, [&](int tile, u32 key) {
     const bool above = is_above(tile, key), tie = cut.ties && key == cut.floor;
     const u32 all_above = __ballot_sync(ALL_LANES, above), all_ties = __ballot_sync(ALL_LANES, tie);
-    const u32 counts = s.bins[tile * WARPS + warp];
+    const u32 counts = s.bins[L::slot(tile)];
     const int ties = min((counts >> 16) + __popc(all_ties & lanes_below(lane)), (u32)cut.ties);
     const int at = (counts & 0xffff) + __popc(all_above & lanes_below(lane)) + ties;
-    if (above || (tie && ties < cut.ties)) row.output[at] = tile * THREADS + t;
+    if (above || (tie && ties < cut.ties)) row.output[at] = L::block(tile);
   });
   const int chosen = forced.count() + min((u32)forced.wanted, s.keys);
 #pragma unroll 1
   for (int i = chosen + t; i < p.topk; i += THREADS) row.output[i] = -1;
 }
 
-extern "C" __global__ void __launch_bounds__(256, 4) msa_topk_1024(const __grid_constant__ TopkParams p) {
-  __shared__ BlockShared<Layout<256, 4, true>> shared;
-  select_by_block(p, shared);
+// What a thread block does before it waits for the previous kernel.
+template <typename L> DEVICE void prepare(const TopkParams &p, const Row &row, BlockShared<L> &s) {
+  const int t = threadIdx.x;
+  if (L::STAYS) prefetch_scores(p, row, t);
+  if (t == 0) prefetch_extent(p, row);
+  ((uint2 *)s.bins)[t] = make_uint2(0, 0);
+  if (t < CANDIDATES) s.candidates[t] = 0;
+  if (t < GROUPS) s.largest[t] = s.chosen[t] = 0;
+  if (t == 0) s.count = 0, s.bin = -1, s.keys = 0;
+  __syncthreads();
+  let_next_kernel_start();
+  wait_for_previous_kernel();
+}
+
+// Each warp narrows its part of the row to a list, and the first one the lists to the result.
+template <typename L> DEVICE void select_by_lists(const TopkParams &p, ListsShared<L> &s) {
+  constexpr int TILES = L::TILES, WARPS = L::WARPS;
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const Row row(p, blockIdx.x);
+  const BlockRow<L> read(p, row);
+  prepare(p, row, s);
+  WarpRow<TILES> mine;
+  read.load(0, mine.score);
+  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
+#pragma unroll
+  for (int j = 0; j < TILES; j++) {
+    mine.block[j] = j * 32 + lane; // of the warp's
+    if (!forced.open(L::block(j))) mine.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
+  }
+  const u32 n = mine.narrow(s.of_warp[warp], forced.wanted, lane);
+  if (!__syncthreads_or(n > 32)) {
+    if (warp > 0) return;
+    WarpRow<WARPS> best;
+#pragma unroll
+    for (int w = 0; w < WARPS; w++)
+      best.score[w] = s.of_warp[w].score[lane], best.block[w] = w * TILES * 32 + s.of_warp[w].block[lane];
+    best.write_narrowed(p, row, forced, s.best, lane);
+    return;
+  }
+  u32 index; // read anew, or all that was made of it would have to be kept
+  asm volatile("mov.u32 %0, %%ctaid.x;" : "=r"(index));
+  const Row same(p, index);
+  BlockRow<L> keys(p, same);
+  float x[TILES];
+  keys.load(0, x);
+  keys.make_keys(0, x, forced);
+  select_by_search(p, same, forced, keys, s, 1);
+}
+
+template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShared<L> &s) {
+  constexpr int THREADS = L::THREADS, TILES = L::TILES;
+  const int t = threadIdx.x;
+  const Row row(p, blockIdx.x);
+  BlockRow<L> keys(p, row);
+  prepare(p, row, s);
+  float x[TILES];
+  if (L::STAYS) keys.load(0, x);
+  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
+  keys.tiles = (forced.extent + THREADS - 1) / THREADS;
+  if (L::STAYS) keys.make_keys(0, x, forced);
+  u32 least;
+  if (!keys.choose(forced, s, least)) return select_by_search(p, row, forced, keys, s, least);
+  const int found = min(s.count, (u32)forced.wanted);
+  if (t < GROUPS && s.chosen[t]) row.output[forced.begin + (int)count_larger(s.chosen, s.chosen[t])] = ~s.chosen[t];
+  forced.write_rest(row.output, p.topk, found, t, THREADS);
+}
+
+extern "C" __global__ void __launch_bounds__(128, 8) msa_topk_1024(const __grid_constant__ TopkParams p) {
+  __shared__ ListsShared<Layout<128, 8, LISTS>> shared;
+  select_by_lists(p, shared);
+}
+// Where tokens lie innermost: more threads, each with fewer sectors.
+extern "C" __global__ void __launch_bounds__(256, 4) msa_topk_tokens_1024(const __grid_constant__ TopkParams p) {
+  __shared__ ListsShared<Layout<256, 4, LISTS>> shared;
+  select_by_lists(p, shared);
 }
 extern "C" __global__ void __launch_bounds__(512, 2) msa_topk_8192(const __grid_constant__ TopkParams p) {
-  __shared__ BlockShared<Layout<512, 16, true>> shared;
+  __shared__ BlockShared<Layout<512, 16, RESIDENT>> shared;
   select_by_block(p, shared);
 }
 extern "C" __global__ void __launch_bounds__(1024, 1) msa_topk_65536(const __grid_constant__ TopkParams p) {
-  __shared__ BlockShared<Layout<1024, 8, false>> shared;
+  __shared__ BlockShared<Layout<1024, 8, STREAMED>> shared;
   select_by_block(p, shared);
 }
