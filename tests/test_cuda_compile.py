@@ -252,7 +252,9 @@ def test_what_a_clusters_blocks_receive_has_room(name: str, size: int) -> None:
     variant = next(v for v in plan.variants((9, 0)) if v.name == name)
     with pytest.MonkeyPatch.context() as patch:
         room = variant.dynamic_bytes(plan.Combine.CLUSTER, size) - variant.dynamic_bytes(plan.Combine.NONE)
-        room += plan.ROW_TILE * plan.HEAD_DIM * 4 * (variant.groups if variant.groups > 1 else 0)  # what groups have anyway
+        room += (
+            plan.ROW_TILE * plan.HEAD_DIM * 4 * (variant.groups if variant.groups > 1 else 0)
+        )  # what groups have anyway
         check = (
             f"static_assert(Meeting<{size}>::PARTS * Meeting<{size}>::OWN * HEAD_DIM * 4 == {room} && "
             f'Meeting<{size}>::PARTS * Meeting<{size}>::OWN <= PEER_ROWS, "what meets in a block");'

@@ -124,7 +124,8 @@ def test_a_forced_route_is_taken_and_right(route: str, q_dtype: str, kv_dtype: s
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("size", [3, 6])
 @pytest.mark.parametrize(
-    "kv_dtype, variant", [("bf16", "2,4,64,5,1"), ("bf16", "1,8,64,5,1"), ("fp8", "2,4,128,5,1"), ("nvfp4", "2,4,128,5,1")]
+    "kv_dtype, variant",
+    [("bf16", "2,4,64,5,1"), ("bf16", "1,8,64,5,1"), ("fp8", "2,4,128,5,1"), ("nvfp4", "2,4,128,5,1")],
 )
 def test_clusters_of_which_not_all_blocks_own_rows(
     kv_dtype: str, variant: str, size: int, shape: str, monkeypatch: pytest.MonkeyPatch

@@ -81,7 +81,9 @@ def test_every_plan_can_be_launched(capability: tuple[int, int]) -> None:
             assert p.variant.threads <= 1024
             shared = p.variant.dynamic_bytes(p.combine, p.splits) + p.variant.static_shared_bytes
             assert shared <= facts.shared_per_block, (s, p)
-            assert p.variant.dynamic_bytes(p.combine, p.splits) <= p.variant.shared_bytes, "the limit that launch.py asks for"
+            assert p.variant.dynamic_bytes(p.combine, p.splits) <= p.variant.shared_bytes, (
+                "the limit that launch.py asks for"
+            )
             assert 1 <= p.splits <= tiles(s, p), "a block without a tile"
             assert p.blocks % p.splits == 0 and 1 <= p.blocks <= min(s.items * p.splits, MAX_GRID)
             assert (p.combine is Combine.NONE) == (p.splits == 1)

@@ -294,12 +294,12 @@ def test_where_each_block_of_keys_has_a_thread_block(operands: str) -> None:
     assert plan(heads=32, operands="bf16-fp16q").kind == "" and plan(heads=32).kind == "one"
 
 
-def test_few_thread_blocks_ask_for_keys_early() -> None:
-    """Two a multiprocessor, each with a block of keys of its own."""
+def test_thread_blocks_that_ask_for_keys_early() -> None:
+    """All, up to two a multiprocessor, each with a block of keys of its own; else one."""
     for changes, early in (
-        ({}, True), ({"blocks": 2 * SMS, "key_blocks": 2 * SMS}, True), ({"blocks": 300, "key_blocks": 300}, False),
-        ({"operands": "fp8", "batch": 8, "total_q": 8}, False), ({"operands": "nvfp4", "batch": 8, "total_q": 8}, True),
-        ({"heads": 8, "kv_heads": 2}, False),
+        ({}, 64), ({"blocks": 2 * SMS, "key_blocks": 2 * SMS}, 2 * SMS), ({"blocks": 300, "key_blocks": 300}, SMS),
+        ({"operands": "fp8", "batch": 8, "total_q": 8}, SMS), ({"operands": "nvfp4", "batch": 8, "total_q": 8}, 256),
+        ({"blocks": 8192, "key_blocks": 8192}, SMS), ({"heads": 8, "kv_heads": 2}, 0),
     ):  # fmt: skip
         assert plan(**changes).early == early, changes
 

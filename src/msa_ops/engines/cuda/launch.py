@@ -312,7 +312,9 @@ def output_rows(shape: Shape) -> int:
 def grids(plan: LaunchPlan, shape: Shape, kernels: Kernels) -> list[tuple[Any, Grid]]:
     """The kernels of a call in order, each with its grid."""
     variant, cluster = plan.variant, plan.splits if plan.combine is Combine.CLUSTER else 1
-    found = [(kernels.decode, Grid(plan.blocks, variant.threads, variant.dynamic_bytes(plan.combine, cluster), cluster))]
+    found = [
+        (kernels.decode, Grid(plan.blocks, variant.threads, variant.dynamic_bytes(plan.combine, cluster), cluster))
+    ]
     if plan.combine is Combine.SCRATCH:
         found.append((kernels.merge, Grid(-(-output_rows(shape) // _MERGE_ROWS), 32 * _MERGE_ROWS, 0, 1)))
     return found

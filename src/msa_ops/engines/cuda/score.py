@@ -32,7 +32,7 @@ _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
 _MOST_WAVES = 4
-_EARLY_BLOCKS = 2  # thread blocks a multiprocessor up to which asking early pays
+_EARLY_BLOCKS = 2  # thread blocks a multiprocessor up to which it pays that all of them ask early; else one does
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
 
@@ -135,8 +135,9 @@ class ScorePlan:
     fill_shift: int
     fill_splits: int
     keys_stay: bool
-    early: bool
-    """From 9.0 on keys are asked for while the kernel before still runs, by lengths and pages as they are then."""
+    early: int
+    """Scoring thread blocks, the first ones, that ask for keys while the kernel before still runs, by lengths and pages as they
+    are then; from 9.0 on."""
 
     @property
     def entry(self) -> str:
@@ -200,8 +201,15 @@ def make_plan(
             workers -= workers % tiles  # so that equal requests are not cut across their borders
     return ScorePlan(
         kind, columns, tile_tokens, tile_heads, head_tiles, workers, parts, key_blocks, grain, fill_blocks, shift, splits,
-        keys_stay, kind == "one" and workers <= _EARLY_BLOCKS * sms,
+        keys_stay, _early_blocks(kind, workers, sms),
     )  # fmt: skip
+
+
+def _early_blocks(kind: str, workers: int, sms: int) -> int:
+    """Thread blocks that ask for keys early. More would ask again for what is under way (kernel-notes, "Asking before")."""
+    if not kind:
+        return 0
+    return workers if kind == "one" and workers <= _EARLY_BLOCKS * sms else min(workers, sms)
 
 
 def _row_parts(o: Operands, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:

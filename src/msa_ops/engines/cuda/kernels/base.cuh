@@ -69,6 +69,14 @@ DEVICE void workers_sync() {
   asm volatile("barrier.cta.sync.aligned 15, %0;" ::"n"(WORKERS) : "memory");
 }
 
+// Arrivals of a warp at a phase barrier: one lane's for all, behind a `__syncwarp`. compute-sanitizer overlooks that one where the
+// compiler needs no instruction for it; for its sake every lane may arrive for itself (tests/sanitize.py).
+#ifdef EVERY_LANE_ARRIVES
+constexpr int WARP_ARRIVALS = 32;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
 // Phase barriers in shared memory. A waiter names the parity of the phase it waits for, starting at 0.
 typedef u64 Barrier;
 DEVICE void barrier_init(Barrier *b, u32 arrivals) {

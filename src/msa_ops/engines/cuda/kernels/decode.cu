@@ -119,8 +119,8 @@ DEVICE void prefetch_first_tile(const Params &p, const Item &item, int rank, int
   if (place >= p.topk) return;
   const Selection from(p, item);
   const int id = read_early(from.ids + place), first = read_early(from.lengths);
-  const int keys = p.paged ? first : (int)min((i64)read_early(from.lengths + p.lengths_step) - first, 0x7fffffffLL);
-  if (id < 0 || (i64)id * BLOCK_KEYS >= keys || (p.paged && id >= p.table_width)) return;
+  const i64 keys = p.paged ? first : (i64)read_early(from.lengths + p.lengths_step) - first;
+  if (id < 0 || (i64)id * BLOCK_KEYS + tile % PER_BLOCK * TILE >= keys || (p.paged && id >= p.table_width)) return;
   const i64 block = p.paged ? read_early(from.table + id) : first + (i64)id * BLOCK_KEYS;
   if (block >= 0 && block < p.cache_rows) prefetch_tile(p, (int)block, tile % PER_BLOCK * TILE, item.head);
 #endif
@@ -291,12 +291,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
       for (int i = 0; i < STAGES; i++) {
         barrier_init(&shared.ring.k_full[i], full_arrivals(p));
         barrier_init(&shared.ring.v_full[i], full_arrivals(p));
-        barrier_init(&shared.ring.k_empty[i], WARPS);
-        barrier_init(&shared.ring.empty[i], WARPS);
+        barrier_init(&shared.ring.k_empty[i], WARPS * WARP_ARRIVALS);
+        barrier_init(&shared.ring.empty[i], WARPS * WARP_ARRIVALS);
       }
 #ifdef HAS_CLUSTER
-      barrier_init(&shared.states_left, GROUPS * WARPS);
-      barrier_init(&shared.weights_here, 1);
+      barrier_init(&shared.states_left, GROUPS * WARPS * WARP_ARRIVALS);
+      barrier_init(&shared.weights_here, WARP_ARRIVALS);
       barrier_init(&shared.states_here, 1);
       barrier_init(&shared.outputs_here, 1);
       if (p.combine == COMBINE_CLUSTER) {
@@ -305,7 +305,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS) msa_decode(con
         barrier_expect(&shared.outputs_here, rows * HEAD_DIM * 4);
       }
 #endif
-      for (int i = 0; i < GROUPS; i++) barrier_init(&shared.group[i].largest_here, WARPS);
+      for (int i = 0; i < GROUPS; i++) barrier_init(&shared.group[i].largest_here, WARPS * WARP_ARRIVALS);
       publish_barriers();
     }
     prefetch_tables(p, first, lane);

@@ -61,7 +61,7 @@ DEVICE void store_lse(const Params &p, i64 row, float base, float sum) {
 // The warp has done with what a barrier guards, or has made it.
 DEVICE void release(Barrier *barrier, int lane) {
   __syncwarp();
-  if (lane == 0) barrier_arrive(barrier);
+  if (lane < WARP_ARRIVALS) barrier_arrive(barrier);
 }
 
 // Leaves what there is to say of a group's rows at the end of an item, but for the output. All its warps have to meet before it is

@@ -82,20 +82,25 @@ struct RowShare {
 DEVICE void prefetch_keys(const ScoreParams &p, int index, int block, int thread) {
 #ifdef HAS_CLUSTER
   const int *const at = p.lengths + index * p.lengths_step;
+  const bool together = p.k_row == ROW_BYTES; // one request by one thread
+  if (together && thread > 0) return;
   const int given = read_early(at);
-  i64 row = (i64)block * BLOCK_KEYS, from;
+  i64 row = (i64)block * BLOCK_KEYS, last = given, from; // of the keys there are
   if (p.paged) {
     const int page = block < p.table_width ? read_early(p.table + index * p.table_row + block * p.table_column) : -1;
-    if (row >= given || (u32)page >= (u32)p.pages) return;
+    if ((u32)page >= (u32)p.pages) return;
     from = page * p.k_page;
   } else {
-    row += given;
-    if (given < 0 || row + BLOCK_KEYS > min(read_early(at + p.lengths_step), p.most_keys)) return;
+    if (given < 0) return;
+    row += given, last = min(read_early(at + p.lengths_step), p.most_keys);
     from = row * p.k_row;
   }
-  const bool together = p.k_row == ROW_BYTES;
-  for (int i = thread; i < (together ? 1 : BLOCK_KEYS); i += TEAM_THREADS)
-    prefetch_bytes(p.k + from + i * (i64)p.k_row, together ? BLOCK_KEYS * ROW_BYTES : ROW_BYTES);
+  const int rows = (int)max(min(last - row, (i64)BLOCK_KEYS), 0LL);
+  if (together) {
+    if (rows > 0) prefetch_bytes(p.k + from, rows * ROW_BYTES);
+  } else {
+    for (int i = thread; i < rows; i += TEAM_THREADS) prefetch_bytes(p.k + from + i * (i64)p.k_row, ROW_BYTES);
+  }
 #endif
 }
 
@@ -122,13 +127,13 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
   // Of a request that is as long as it can be. Others have another share as a rule, unless there is a thread block for each.
   const int guess = team + (ONE ? (int)slot * TEAMS : RowShare::even(p, slot, p.row_blocks).first);
   if (!fills && warp == WARPS - 1) prefetch_row(p, index, guess, lane);
+  if (number < (u32)p.early) prefetch_keys(p, index, guess, threadIdx.x % TEAM_THREADS);
   // Many thread blocks leave the next kernel no room until they end: it had better be in line before. Few leave it enough, and
-  // what starts then takes from those that ask early.
-  const bool early = ONE && p.early;
-  if (early && !fills) prefetch_keys(p, index, guess, threadIdx.x % TEAM_THREADS);
-  if (!early) let_next_kernel_start();
+  // what starts then takes from those that ask early: all of them.
+  const bool few = p.early + p.fill_blocks >= gridDim.x;
+  if (!few) let_next_kernel_start();
   wait_for_previous_kernel();
-  if (early) let_next_kernel_start();
+  if (few) let_next_kernel_start();
   if (fills) {
     fill_unseen(p);
     return;

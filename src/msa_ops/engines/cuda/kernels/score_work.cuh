@@ -28,7 +28,7 @@ struct ScoreParams {
   int fill_shift, fill_splits; // log2 of the tokens side by side in a fill block; fill blocks that share their blocks
   int keys_stay;               // keys are read again soon: they stay in L2
   int row_blocks;              // most blocks of such a row
-  int early;                   // keys are asked for before the previous kernel has ended
+  int early;                   // thread blocks that ask for their first keys before the previous kernel has ended
   float factor;                // NVFP4: global scales known on the host
   float requests_per_worker;
 };

@@ -1,0 +1,129 @@
+#!/usr/bin/env python3
+"""Small calls of every route and variant, checked, for compute-sanitizer to run.
+
+    PYTHONPATH=src compute-sanitizer --tool memcheck python3 tests/sanitize.py attention
+    PYTHONPATH=src compute-sanitizer --tool racecheck --kernel-name kns=msa_ python3 tests/sanitize.py attention --every-lane
+
+Racecheck sees no `__syncwarp` where the compiler needs no instruction for it. With ``--every-lane`` kernels are built so that
+every lane of a warp arrives at its barriers for itself, which changes nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+import msa_ops
+from msa_ops.bench.exact import exact_output, relative_error
+from msa_ops.bench.inputs import Shape, make_calls, make_pool
+from msa_ops.bench.peers import ours
+from msa_ops.engines.cuda import compile as compiler
+from msa_ops.engines.cuda import plan, prepared, score
+
+CONTEXT = 2048 + 70
+TOLERANCE = 0.01
+
+
+class Attention(NamedTuple):
+    kv: str
+    batch: int
+    query_heads: int = 16
+    kv_heads: int = 1
+    seqlen_q: int = 1
+    plan: str = ""
+    combine: str = ""
+
+
+def attention_calls() -> Iterator[Attention]:
+    for kv, tile in (("fp8", 128), ("bf16", 64), ("nvfp4-planar", 128), ("nvfp4-tiled", 128)):
+        yield Attention(kv, 1, 20, 2)
+        yield Attention(kv, 2, 64, 4, 2, f"1,4,{tile},3,2,4,0")
+        for size in (2, 3):
+            yield Attention(kv, 2, plan=f"2,4,{tile},5,1,{size},0")
+        yield Attention(kv, 3, plan=f"2,4,{tile},5,1,1,2")
+        yield Attention(kv, 3, plan=f"1,4,{tile},3,2,1,2")
+        yield Attention(kv, 2, combine="scratch")
+    yield Attention("bf16", 1, plan="1,4,128,2,1,16,0")
+    for size in (6, 8):
+        yield Attention("bf16", 2, plan=f"1,8,64,5,1,{size},0")
+    for kv in ("nvfp4-planar", "nvfp4-tiled"):
+        for variant in ("1,4,128,3,3", "1,4,128,2,4"):
+            yield Attention(kv, 3, plan=f"{variant},1,0")
+
+
+def run_attention(device: torch.device, generator: torch.Generator) -> int:
+    """The number of wrong results."""
+    wrong = 0
+    for given in attention_calls():
+        for name, value in (("MSA_OPS_PLAN", given.plan), ("MSA_OPS_COMBINE", given.combine)):
+            os.environ.pop(name, None)
+            if value:
+                os.environ[name] = value
+        plan.make_plan.cache_clear()
+        prepared.forget()
+        shape = Shape(given.kv, given.batch, given.query_heads, given.kv_heads, given.seqlen_q, context=CONTEXT)
+        (call,) = make_calls(shape, make_pool(shape, 40, given.kv_heads, generator), 1, generator)
+        ours().run(call)
+        tokens = torch.arange(shape.tokens, device=device)[:4]
+        error = relative_error(call.out[tokens], exact_output(call, tokens))
+        wrong += not error < TOLERANCE
+        print(*given, f"error {error:.4f}", flush=True)
+    return wrong
+
+
+def run_selection(device: torch.device, generator: torch.Generator) -> int:
+    """The number of wrong selections; scores have no check here."""
+
+    def integers(*values: int) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    chosen = score._row_parts
+    for way in (chosen, lambda *_: ("row", 3)):
+        score._row_parts = way
+        score.make_plan.cache_clear()
+        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+            k = torch.randn((70, 1, 128, 128), device=device, generator=generator).to(dtype)
+            for lengths, seqlen_q in (((2000,), 1), ((1000, 5, 0, 2048), 1), ((300, 2048), 5)):
+                batch = len(lengths)
+                q = torch.randn((batch * seqlen_q, 4, 128), device=device, generator=generator).bfloat16()
+                table = torch.randint(70, (batch, 16), dtype=torch.int32, device=device, generator=generator)
+                starts = integers(*range(0, (batch + 1) * seqlen_q, seqlen_q))
+                for reduced in (False, True):
+                    msa_ops.msa_proxy_score(
+                        q, k, starts, page_table=table, seqused_k=integers(*lengths), max_seqlen_q=seqlen_q,
+                        max_k_tiles=16, reduce_heads=reduced,
+                    )  # fmt: skip
+    score._row_parts = chosen
+    wrong = 0
+    for blocks in (40, 64, 200, 256, 1000, 5000, 20000):
+        for tokens in (1, 9):
+            scores = torch.randn((4, blocks, tokens), device=device, generator=generator)
+            scores[0, :, 0], scores[1, ::3] = 1.0, -torch.inf
+            for topk in (1, 16, 40):
+                ids = msa_ops.msa_topk_select(scores, topk, force_end_blocks=1)
+                wrong += not torch.equal(ids.cpu(), msa_ops.msa_topk_select(scores.cpu(), topk, force_end_blocks=1))
+    return wrong
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("attention", "selection"))
+    parser.add_argument("--every-lane", action="store_true", help="for racecheck: see above")
+    given = parser.parse_args()
+    if given.every_lane:
+        source = compiler.source
+        compiler.source = lambda files: f"#define EVERY_LANE_ARRIVES\n{source(files)}"
+    device = torch.device("cuda", torch.cuda.current_device())
+    generator = torch.Generator(device).manual_seed(3)
+    wrong = {"attention": run_attention, "selection": run_selection}[given.what](device, generator)
+    torch.cuda.synchronize()
+    print(f"done, {wrong} wrong")
+    return min(wrong, 1)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
