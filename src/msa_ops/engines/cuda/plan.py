@@ -24,9 +24,9 @@ ROW_TILE = 16
 MAX_GRID = 2**31 - 1
 SYSTEM_SHARED = 1024
 """Shared memory that the system takes of every resident block."""
-CLUSTER_SIZES = (2, 4, 8, 16)
+CLUSTER_SIZES: tuple[int, ...] = (2, 4, 8, 16)
 SIZES_BETWEEN = (3, 6)
-"""Sizes of clusters that variants of one block a multiprocessor may have too. Only the first 2 or 4 of their blocks own rows."""
+"""Clusters that variants of one block a multiprocessor may have too. Only the first 2 or 4 of their blocks own rows."""
 
 # Shared memory that one block may have, in bytes, by compute capability (CUDA programming guide, "technical specifications
 # per compute capability"). On a device the driver's own figure is used.
@@ -382,22 +382,19 @@ def _pays(shape: Shape, variant: Variant, facts: DeviceFacts, ranks: int, usual_
 
 def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: ClusterRoom) -> int:
     """Blocks of the largest cluster an item that all run at once, of the sizes that pay; 1 where none does."""
-    tiles, sizes = shape.topk * (BLOCK_SIZE // variant.tile), CLUSTER_SIZES
+    tiles, sizes = shape.topk * (BLOCK_SIZE // variant.tile), _sizes_that_pay(shape, variant, facts)
+    fit = {n for n, many in room if n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors}
+    return max(fit.intersection(sizes), default=1)
+
+
+def _sizes_that_pay(shape: Shape, variant: Variant, facts: DeviceFacts) -> tuple[int, ...]:
     if variant == cluster_variants(shape.kv_format, facts).get("tall"):
-        sizes += _TALL_SIZES
+        return CLUSTER_SIZES + _TALL_SIZES
     # Clusters of two that leave half of the multiprocessors to the next call are as fast with fp8.
-    elif variant == wide_variant(shape.kv_format, facts) and (
-        shape.kv_format is not KVFormat.FP8 or 4 * shape.items > facts.multiprocessors
-    ):
-        sizes += _WIDE_SIZES
-    return max(
-        (
-            n
-            for n, many in room
-            if n in sizes and n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors
-        ),
-        default=1,
-    )
+    halves = shape.kv_format is KVFormat.FP8 and 4 * shape.items <= facts.multiprocessors
+    if variant == wide_variant(shape.kv_format, facts) and not halves:
+        return CLUSTER_SIZES + _WIDE_SIZES
+    return CLUSTER_SIZES
 
 
 def _overridden(shape: Shape) -> LaunchPlan:
