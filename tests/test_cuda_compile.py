@@ -125,6 +125,16 @@ def test_a_kernel_keeps_to_its_registers_and_memory(capability: tuple[int, int],
     assert kernels["msa_merge"].shared == 0
 
 
+@pytest.mark.parametrize(
+    "fields", [(1, 4, 64, 4, 2), (2, 4, 64, 4, 2), (1, 8, 64, 3, 2), (2, 8, 64, 5, 1), (1, 4, 128, 3, 1)], ids=str
+)
+def test_static_memory_of_forced_variants_is_bounded(fields: tuple[int, int, int, int, int]) -> None:
+    """MSA_OPS_PLAN may ask for what no plan does."""
+    variant = Variant(plan.KVFormat.BF16, *fields)
+    _, log = compiler.compile_program(variant, "sm_90a", "--ptxas-options=-v")
+    assert usages(log)["msa_decode"].shared == variant.static_shared_bytes
+
+
 def test_usage_is_read_from_the_log() -> None:
     """The parser above, on a log with everything that a good kernel does not have."""
     log = """ptxas info    : Compiling entry function 'msa_decode' for 'sm_100a'

@@ -26,7 +26,7 @@ SYSTEM_SHARED = 1024
 """Shared memory that the system takes of every resident block."""
 CLUSTER_SIZES: tuple[int, ...] = (2, 4, 8, 16)
 SIZES_BETWEEN = (3, 6)
-"""Clusters that variants of one block a multiprocessor may have too. Only the first 2 or 4 of their blocks own rows."""
+"""Further sizes, for variants of one block a multiprocessor. Only the first 2 or 4 blocks of such a cluster own rows."""
 
 # Shared memory that one block may have, in bytes, by compute capability (CUDA programming guide, "technical specifications
 # per compute capability"). On a device the driver's own figure is used.
@@ -81,11 +81,15 @@ class Variant:
     @property
     def static_shared_bytes(self) -> int:
         """Upper bound of the kernel's static shared memory, in the kilobytes that the ring's alignment makes of it."""
-        return 1024 * (1 if self.min_blocks > 1 else 1 + self.groups)
+        between = self.min_blocks == 1
+        group = (
+            144 + 128 * self.warps + (288 if between else 192)
+        )  # meeting.cuh, GroupShared and the group's share of PEER_ROWS
+        return -(-(32 + 48 * self.stages + self.groups * group) // 1024) * 1024
 
     @property
     def cluster_sizes(self) -> tuple[int, ...]:
-        """Blocks of the clusters that it can be launched in, ascending."""
+        """Blocks of the clusters that it can be launched in, ascending; `_sizes_that_pay` are those that plans choose."""
         return tuple(sorted(CLUSTER_SIZES + SIZES_BETWEEN)) if self.min_blocks == 1 else CLUSTER_SIZES
 
     def dynamic_bytes(self, combine: Combine, splits: int = 1) -> int:

@@ -12,12 +12,12 @@ constexpr int RING_BYTES = STAGES * STAGE_BYTES;
 constexpr int WEIGHT_BYTES = ROWS * WEIGHT_PITCH; // two of them: one is written while the other is still read
 constexpr int OPERAND_BYTES = QUERY_STAYS ? QUERY_BYTES : 0; // the query operand, where it stays in shared memory
 
-// Masks the raw scores of a tile and leaves this warp's largest of each row for the others. They have read those of the tile before
-// when they meet at its end.
+// Masks the raw scores of a tile and leaves this warp's largest of each row, `own`, for the others. Those of the tile before may be
+// overwritten: all warps have read them before the last barrier of its `weigh_tile`.
 DEVICE void leave_largest(const Softmax &softmax, Scores &s, const TileInfo &info, GroupShared &mine, int warp, int lane,
-                          float (&largest)[2]) {
-  softmax.mask(s, info, warp, lane, largest);
-  if ((lane & 3) == 0) mine.by_warp[lane >> 2][warp] = largest[0], mine.by_warp[(lane >> 2) + 8][warp] = largest[1];
+                          float (&own)[2]) {
+  softmax.mask(s, info, warp, lane, own);
+  if ((lane & 3) == 0) mine.by_warp[lane >> 2][warp] = own[0], mine.by_warp[(lane >> 2) + 8][warp] = own[1];
 }
 
 // Clears what a tile's copy brought beside the attended rows.
@@ -34,14 +34,14 @@ DEVICE void clear_unused(const Params &p, const TileInfo &info, Ring &ring, cons
 
 // Whether the largest scores of a tile are exchanged before the output of the tile before is taken, which hides that, so that weights
 // are written once. Else they are written from the base there is, and a second time where it turns out to have been outgrown: fewer
-// instructions while that is rare.
+// instructions while that is rare. Measured on 9.0 alone.
 constexpr bool EXCHANGE_FIRST = !SCALED;
 
 // From the masked scores of a tile to its weights in shared memory, ready for all warps of the group. `fresh`: its first tile of the
 // item.
-DEVICE void weigh_tile(const Params &p, const Scores &s, float (&largest)[2], u32 weights, GroupShared &mine, u32 parity, bool fresh,
+DEVICE void weigh_tile(const Params &p, const Scores &s, const float (&own)[2], u32 weights, GroupShared &mine, u32 parity, bool fresh,
                        Softmax &softmax, Output &o, int group) {
-  float added[2];
+  float largest[2], added[2];
   const int lane = threadIdx.x & 31;
   if constexpr (EXCHANGE_FIRST) {
     barrier_wait(&mine.largest_here, parity);
@@ -51,7 +51,7 @@ DEVICE void weigh_tile(const Params &p, const Scores &s, float (&largest)[2], u3
     group_sync(group);
   } else {
     if (!fresh) softmax.write_weights(s, weights, added);
-    if (group_sync_or(group, fresh || softmax.outgrown(p, largest))) {
+    if (group_sync_or(group, fresh || softmax.outgrown(p, own))) {
       softmax.read_largest(mine.by_warp, lane, largest);
       softmax.raise(largest, fresh, o);
       softmax.write_weights(s, weights, added);
@@ -179,14 +179,14 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
     while (true) {
       TileInfo info = {0, 0, 1};
       Scores s;
-      float largest[2];
+      float own[2]; // this warp's largest of each row
       if (!last) {
         info = next_tile(shared.ring, next);
         if (info.lo < info.hi) {
           score_tile(p, first_at, next.slot * STAGE_BYTES, q, s);
           if (EARLY_K) release(&shared.ring.k_empty[next.slot], lane);
           if constexpr (EXCHANGE_FIRST) {
-            leave_largest(softmax, s, info, mine, warp, lane, largest);
+            leave_largest(softmax, s, info, mine, warp, lane, own);
             release(&mine.largest_here, lane);
           }
         }
@@ -207,9 +207,9 @@ DEVICE void compute_items(const Params &p, Shared &shared_here, u8 *stages, u8 *
       if (info.lo >= info.hi) break;
       at = next;
       next.advance(GROUPS);
-      if constexpr (!EXCHANGE_FIRST) leave_largest(softmax, s, info, mine, warp, lane, largest);
+      if constexpr (!EXCHANGE_FIRST) leave_largest(softmax, s, info, mine, warp, lane, own);
       clear_unused(p, info, shared.ring, at, stages + at.slot * STAGE_BYTES, warp * 32 + lane);
-      weigh_tile(p, s, largest, first_at.write + turn * WEIGHT_BYTES, mine, parity, !held, softmax, o, group);
+      weigh_tile(p, s, own, first_at.write + turn * WEIGHT_BYTES, mine, parity, !held, softmax, o, group);
       held = true, last = info.last, parity ^= 1;
       if (last && cluster) { // before the output of this tile is taken: all blocks have the weights ready when outputs come
         leave_states(softmax, mine, warp, lane);

@@ -14,11 +14,12 @@ struct GroupShared {
   float end_base[ROWS];
 };
 
-// Parts that meet in the rows that a block of a cluster owns, times those rows: GROUPS * ROWS where all blocks own some, and half
-// as many again in clusters of 3 and 6, which blocks of one a multiprocessor may have.
+// Rows of partial results that a block of a cluster receives: GROUPS * ROWS where all blocks own some rows, and half as many again in
+// clusters of 3 and 6, which blocks of one a multiprocessor may have.
 constexpr bool SIZES_BETWEEN = CAN_CLUSTER && MIN_BLOCKS == 1;
 constexpr int PEER_ROWS = GROUPS * ROWS * (SIZES_BETWEEN ? 3 : 2) / 2;
 
+// Where two blocks share a multiprocessor this is 1,024 bytes to the last one: no more fit beside their copy rings.
 struct Shared {
   Ring ring;
   Barrier states_left;                // cluster: counts warps that have left their sums and bases
@@ -237,7 +238,7 @@ template <int RANKS> struct Meeting {
 
 #ifdef HAS_CLUSTER
 // The copying warp's part in the end of a cluster's only item: while the last outputs are taken, it makes weights of the states of
-// all parts. A lane has one row of a group, and then one part of a row that this block owns.
+// all parts. A lane has one row of a group, and then one part of a row that this block owns, or two.
 DEVICE void settle_states(const Params &p, const Item &item, Shared &shared, int rank, int lane) {
   const int ranks = p.splits.value, rank_bits = owner_bits(ranks), own_bits = 4 - rank_bits, own = 1 << own_bits;
   const int group = min(lane / ROWS, GROUPS - 1), row = lane % ROWS;

@@ -82,7 +82,7 @@ struct RowShare {
 DEVICE void prefetch_keys(const ScoreParams &p, int index, int block, int thread) {
 #ifdef HAS_CLUSTER
   const int *const at = p.lengths + index * p.lengths_step;
-  const bool together = p.k_row == ROW_BYTES; // one request by one thread
+  const bool together = p.k_row == ROW_BYTES; // one hint, by one thread
   if (together && thread > 0) return;
   const int given = read_early(at);
   i64 row = (i64)block * BLOCK_KEYS, last = given, from; // of the keys there are
@@ -128,12 +128,12 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
   const int guess = team + (ONE ? (int)slot * TEAMS : RowShare::even(p, slot, p.row_blocks).first);
   if (!fills && warp == WARPS - 1) prefetch_row(p, index, guess, lane);
   if (number < (u32)p.early) prefetch_keys(p, index, guess, threadIdx.x % TEAM_THREADS);
-  // Many thread blocks leave the next kernel no room until they end: it had better be in line before. Few leave it enough, and
-  // what starts then takes from those that ask early: all of them.
-  const bool few = p.early + p.fill_blocks >= gridDim.x;
-  if (!few) let_next_kernel_start();
+  // Many thread blocks leave the next kernel no room until they end: it had better be in line before. Few leave it room, and all of
+  // them ask early: what starts then would take from these.
+  const bool all_ask = p.early + p.fill_blocks >= gridDim.x;
+  if (!all_ask) let_next_kernel_start();
   wait_for_previous_kernel();
-  if (few) let_next_kernel_start();
+  if (all_ask) let_next_kernel_start();
   if (fills) {
     fill_unseen(p);
     return;

@@ -5,9 +5,9 @@ struct Softmax {
   float base[2];    // the largest score when it was last raised, plus BIAS; -inf until a key was seen
   float sum[2];
 
-  // Allowed growth of the largest score before anything is rescaled. Only an exact largest weight is as good as it gets: no growth
-  // is allowed (docs/kernel-notes.md, "An exact largest weight"), except in a cluster, where rescaling costs most and the parts'
-  // errors meet in the mean, and with NVFP4, whose time is its instructions.
+  // Allowed growth of the largest score before anything is rescaled. Largest weights are exact, which takes 0
+  // (docs/kernel-notes.md, "An exact largest weight"), except in a cluster, where rescaling costs most and the parts' errors meet in
+  // the mean, and with NVFP4, whose time is its instructions.
   static constexpr float SLACK = 8.f;
   static DEVICE_MEMBER float slack(const Params &p) { return SCALED || p.combine == COMBINE_CLUSTER ? SLACK : 0.f; }
   // Weights in bf16 are taken 2^20 smaller, so that sums of the largest bf16 values stay inside float32. Weights in fp16 are taken

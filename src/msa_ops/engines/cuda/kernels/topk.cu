@@ -6,7 +6,8 @@
 // the row. These are ranked by counting, each against all others. Where more blocks are wanted than there are groups, or too
 // many reach the floor because they are equal, a search by digits finds the cut instead.
 //
-// Up to 256 blocks a row is one warp's, with its scores in registers; longer rows are a thread block's.
+// Up to 256 blocks a row is one warp's, with its scores in registers. Longer rows are a thread block's; up to 1,024 blocks each of its
+// warps narrows its part in this way, and the first one what they list.
 // Strides are elements. topk.py packs the same fields in the same order.
 struct TopkParams {
   const float *score;
@@ -145,8 +146,7 @@ DEVICE void store_if(bool wanted, float *score, float x, u16 *block, int number)
 
 // --- a warp a row -----------------------------------------------------------------------------------------------------
 // NUMBER holds a block's number. ROOM: blocks that may be listed.
-template <int KEYS, typename NUMBER_ = unsigned char, int ROOM_ = KEYS * 32> struct WarpShared {
-  using NUMBER = NUMBER_;
+template <int KEYS, typename NUMBER = unsigned char, int ROOM_ = KEYS * 32> struct WarpShared {
   static constexpr int ROOM = ROOM_;
   alignas(16) float largest[GROUPS];
   alignas(16) float score[ROOM]; // of the blocks that reach the floor, ascending
@@ -202,12 +202,13 @@ template <int KEYS> struct WarpRow {
       WarpRow<S::ROOM / 32> rest;
       rest.take(s, n, lane);
       return rest.narrow(s, wanted, lane, tries - 1);
-    }
+    } else {
 #pragma unroll 1
-    while (true) { // a list has other groups than its row, and fewer blocks in each
-      n = list_best(s, wanted, lane);
-      if (n <= 32 || --tries == 0) return n;
-      take(s, n, lane);
+      while (true) { // a list has other groups than its row, and fewer blocks in each
+        n = list_best(s, wanted, lane);
+        if (n <= 32 || --tries == 0) return n;
+        take(s, n, lane);
+      }
     }
   }
 
@@ -360,8 +361,8 @@ extern "C" __global__ void __launch_bounds__(32 * TOKENS) msa_topk_tokens_256(co
 // How a row is gone through: each warp narrows its part to a list; the keys stay in registers; they are read whenever needed.
 enum Way { LISTS, RESIDENT, STREAMED };
 
-// Sizes of a thread block. TILES keys of a thread are loaded together. A slot is 32 neighbouring blocks, a lane's each; with lists
-// a warp's slots are neighbours.
+// Sizes of a thread block. TILES keys of a thread are loaded together. A slot is 32 neighbouring blocks, one for each lane; with
+// lists a warp's slots are neighbours.
 template <int THREADS_, int TILES_, Way WAY_> struct Layout {
   static constexpr int THREADS = THREADS_, TILES = TILES_, WARPS = THREADS / 32;
   static constexpr Way WAY = WAY_;
@@ -382,20 +383,31 @@ template <int THREADS_, int TILES_, Way WAY_> struct Layout {
 
 constexpr int CANDIDATES = 128; // that are ranked; where more reach the floor, most of them are equal
 
-template <typename L> struct BlockShared {
-  alignas(16) u32 largest[GROUPS];
-  alignas(16) u64 candidates[CANDIDATES]; // the key above ~block, 0 where there is none: the better, the larger
-  alignas(16) u32 chosen[GROUPS];         // by rank: ~block, or 0
-  u32 floor, count;
-  alignas(8) u32 bins[L::BINS]; // two of them are read at once
+// For the search by digits.
+template <typename L> struct SearchShared {
+  alignas(16) u32 bins[L::BINS]; // two of them are read at once
   u32 by_warp[L::WARPS];
   u32 keys;          // that may be chosen
   int bin;           // in which the wanted key lies; -1: all keys are wanted
   u32 before, in_it; // keys of the bins before that one, and in it
 };
 
+// For ranking what reaches the floor.
+template <typename L> struct BlockShared : SearchShared<L> {
+  alignas(16) u32 largest[GROUPS];
+  alignas(16) u64 candidates[CANDIDATES]; // the key above ~block, 0 where there is none: the better, the larger
+  alignas(16) u32 chosen[GROUPS];         // by rank: ~block, or 0
+  u32 floor, count;
+};
+
+// Each warp's list, and what all of them make. Rows of which more reach a floor than there is room for are searched: most are equal.
+template <typename L> struct ListsShared : SearchShared<L> {
+  WarpShared<L::TILES, unsigned char, 128> of_warp[L::WARPS];
+  WarpShared<L::WARPS, u16> best;
+};
+
 // Sum of what lies before the thread's two bins. Clears them if told so; ends with no barrier after the bins' last use.
-template <typename L> DEVICE u32 sum_before(BlockShared<L> &s, bool clear, u32 &first, u32 &second) {
+template <typename L> DEVICE u32 sum_before(SearchShared<L> &s, bool clear, u32 &first, u32 &second) {
   const int t = threadIdx.x, warp = t >> 5, lane = t & 31;
   const uint2 mine = ((const uint2 *)s.bins)[t];
   first = mine.x, second = mine.y;
@@ -417,7 +429,7 @@ template <typename L> struct BlockRow {
   const float *score; // of the thread's first block
   i64 step;           // to that of the next tile
   int blocks;
-  int tiles; // of blocks that exist for the token
+  int tiles = 0; // of blocks that exist for the token; counted where they do not stay
   u32 key[TILES];
 
   __device__ __forceinline__ BlockRow(const TopkParams &p, const Row &row) {
@@ -493,7 +505,7 @@ template <typename L> struct BlockRow {
   }
 
   // All threads of the block call it, with empty bins and a barrier behind them; leaves the bins so, with a barrier.
-  __device__ __forceinline__ Cut search(const Forced &forced, BlockShared<L> &s, u32 least) {
+  __device__ __forceinline__ Cut search(const Forced &forced, SearchShared<L> &s, u32 least) {
     constexpr int DIGIT = L::DIGIT, BINS = L::BINS, FIRST = 32 - DIGIT;
     if (forced.wanted == 0) return NOTHING;
     // The wanted-th largest of all keys is the wanted-th largest of those from `least` to `least + span`.
@@ -523,16 +535,10 @@ template <typename L> struct BlockRow {
   }
 };
 
-// With each warp's list, and what all of them make.
-template <typename L> struct ListsShared : BlockShared<L> {
-  static constexpr int ROOM = 128;
-  WarpShared<L::TILES, u16, ROOM> of_warp[L::WARPS];
-  WarpShared<L::WARPS, u16> best;
-};
-
 // By digits of the keys; the whole thread block calls it.
 template <typename L>
-DEVICE void select_by_search(const TopkParams &p, const Row &row, const Forced &forced, BlockRow<L> &keys, BlockShared<L> &s, u32 least) {
+DEVICE void select_by_search(const TopkParams &p, const Row &row, const Forced &forced, BlockRow<L> &keys, SearchShared<L> &s,
+                             u32 least) {
   constexpr int THREADS = L::THREADS;
   const int t = threadIdx.x, lane = t & 31;
   const Cut cut = keys.search(forced, s, least);
@@ -562,14 +568,12 @@ DEVICE void select_by_search(const TopkParams &p, const Row &row, const Forced &
 }
 
 // What a thread block does before it waits for the previous kernel.
-template <typename L> DEVICE void prepare(const TopkParams &p, const Row &row, BlockShared<L> &s) {
+template <typename L> DEVICE void prepare(const TopkParams &p, const Row &row, SearchShared<L> &s) {
   const int t = threadIdx.x;
   if (L::STAYS) prefetch_scores(p, row, t);
   if (t == 0) prefetch_extent(p, row);
   ((uint2 *)s.bins)[t] = make_uint2(0, 0);
-  if (t < CANDIDATES) s.candidates[t] = 0;
-  if (t < GROUPS) s.largest[t] = s.chosen[t] = 0;
-  if (t == 0) s.count = 0, s.bin = -1, s.keys = 0;
+  if (t == 0) s.bin = -1, s.keys = 0;
   __syncthreads();
   let_next_kernel_start();
   wait_for_previous_kernel();
@@ -615,11 +619,14 @@ template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShar
   const int t = threadIdx.x;
   const Row row(p, blockIdx.x);
   BlockRow<L> keys(p, row);
+  if (t < CANDIDATES) s.candidates[t] = 0;
+  if (t < GROUPS) s.largest[t] = s.chosen[t] = 0;
+  if (t == 0) s.count = 0;
   prepare(p, row, s);
   float x[TILES];
   if (L::STAYS) keys.load(0, x);
   const Forced forced(p, extent_of(p, row)); // read while the scores are under way
-  keys.tiles = (forced.extent + THREADS - 1) / THREADS;
+  if (!L::STAYS) keys.tiles = (forced.extent + THREADS - 1) / THREADS;
   if (L::STAYS) keys.make_keys(0, x, forced);
   u32 least;
   if (!keys.choose(forced, s, least)) return select_by_search(p, row, forced, keys, s, least);
