@@ -117,6 +117,8 @@ def main() -> int:
     if given.every_lane:
         source = compiler.source
         compiler.source = lambda files: f"#define EVERY_LANE_ARRIVES\n{source(files)}"
+    if not torch.cuda.is_available():
+        parser.error("needs an NVIDIA GPU, and torch sees none here")
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(3)
     wrong = {"attention": run_attention, "selection": run_selection}[given.what](device, generator)

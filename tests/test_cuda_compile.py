@@ -132,7 +132,7 @@ def test_static_memory_of_forced_variants_is_bounded(fields: tuple[int, int, int
     """MSA_OPS_PLAN may ask for what no plan does."""
     variant = Variant(plan.KVFormat.BF16, *fields)
     _, log = compiler.compile_program(variant, "sm_90a", "--ptxas-options=-v")
-    assert usages(log)["msa_decode"].shared == variant.static_shared_bytes
+    assert usages(log)["msa_decode"].shared <= variant.static_shared_bytes
 
 
 def test_usage_is_read_from_the_log() -> None:
@@ -262,9 +262,8 @@ def test_what_a_clusters_blocks_receive_has_room(name: str, size: int) -> None:
     variant = next(v for v in plan.variants((9, 0)) if v.name == name)
     with pytest.MonkeyPatch.context() as patch:
         room = variant.dynamic_bytes(plan.Combine.CLUSTER, size) - variant.dynamic_bytes(plan.Combine.NONE)
-        room += (
-            plan.ROW_TILE * plan.HEAD_DIM * 4 * (variant.groups if variant.groups > 1 else 0)
-        )  # what groups have anyway
+        if variant.groups > 1:  # which have a place to meet anyway
+            room += plan.ROW_TILE * plan.HEAD_DIM * 4 * variant.groups
         check = (
             f"static_assert(Meeting<{size}>::PARTS * Meeting<{size}>::OWN * HEAD_DIM * 4 == {room} && "
             f'Meeting<{size}>::PARTS * Meeting<{size}>::OWN <= PEER_ROWS, "what meets in a block");'

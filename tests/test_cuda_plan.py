@@ -206,12 +206,12 @@ def test_clusters_between_the_powers_of_two_where_they_were_measured() -> None:
         return tuple((size, (2 if two else 1) * fits[size]) for size in variant.cluster_sizes)
 
     def sizes(kv_format: KVFormat) -> dict[int, int]:
-        items = (15, 16, 17, 18, 30, 31, 33, 34, 39, 40)
+        items = (15, 16, 17, 18, 30, 31, 33, 34, 38, 39, 40)
         return {n: plan.plan_for(shape(kv_format, n, kv_heads=1), facts, room).splits for n in items}
 
-    assert sizes(KVFormat.BF16) == {15: 8, 16: 6, 17: 6, 18: 4, 30: 4, 31: 2, 33: 2, 34: 3, 39: 3, 40: 2}
-    assert sizes(KVFormat.FP8) == {15: 8, 16: 8, 17: 4, 18: 4, 30: 4, 31: 2, 33: 2, 34: 3, 39: 3, 40: 2}
-    assert sizes(KVFormat.NVFP4) == {15: 8, 16: 8, 17: 4, 18: 4, 30: 4, 31: 3, 33: 3, 34: 3, 39: 3, 40: 2}
+    assert sizes(KVFormat.BF16) == {15: 8, 16: 6, 17: 6, 18: 4, 30: 4, 31: 2, 33: 2, 34: 3, 38: 3, 39: 3, 40: 2}
+    assert sizes(KVFormat.FP8) == {15: 8, 16: 8, 17: 4, 18: 4, 30: 4, 31: 2, 33: 2, 34: 3, 38: 3, 39: 2, 40: 2}
+    assert sizes(KVFormat.NVFP4) == {15: 8, 16: 8, 17: 4, 18: 4, 30: 4, 31: 3, 33: 3, 34: 3, 38: 3, 39: 3, 40: 2}
 
 
 @pytest.mark.parametrize("capability", WITHOUT_CLUSTERS)
@@ -297,9 +297,9 @@ def test_a_forced_plan_is_taken_and_a_wrong_grid_refused() -> None:
     assert (p.variant.tile, p.combine, p.splits, p.blocks) == (64, Combine.CLUSTER, 4, 160)
     wide = dataclasses.replace(s, override=(1, 4, 64, 2, 1, 3, 0))
     assert (planned(wide, facts).splits, planned(wide, facts).blocks) == (3, 120)
-    with pytest.raises(ValueError, match="this variant has one of 2, 4, 8, 16 blocks, got splits = 3"):
+    with pytest.raises(ValueError, match="this variant has one of 2, 4, 8, 16 blocks here, got splits = 3"):
         planned(dataclasses.replace(s, override=(1, 4, 64, 2, 2, 3, 0)), facts)
-    with pytest.raises(ValueError, match="this variant has one of 2, 3, 4, 6, 8, 16 blocks, got splits = 5"):
+    with pytest.raises(ValueError, match="this variant has one of 2, 3, 4, 6, 8, 16 blocks here, got splits = 5"):
         planned(dataclasses.replace(s, override=(1, 4, 64, 2, 1, 5, 0)), facts)
     with pytest.raises(ValueError, match="blocks must be 0 for a cluster"):
         planned(dataclasses.replace(s, override=(1, 4, 64, 2, 1, 4, 80)), facts)
@@ -317,15 +317,54 @@ def test_a_long_selection_of_few_items_goes_past_a_cluster() -> None:
 
 
 @pytest.mark.parametrize(
-    "override",
+    "override, capability, message",
     [
-        (2, 4, 128, 2, 1, 1, 0), (1, 4, 128, 3, 2, 3, 0), (1, 4, 128, 3, 2, 0, 0), (1, 4, 128, 3, 2, 1, -1),
-        (3, 4, 64, 5, 1, 4, 0), (1, 4, 128, 3, 3, 2, 0),
+        ((2, 4, 128, 2, 1, 1, 0), (9, 0), "0 < groups < stages"), ((0, 4, 128, 2, 1, 1, 0), (9, 0), "0 < groups"),
+        ((1, 4, 128, 3, 0, 1, 0), (9, 0), "min_blocks > 0"), ((1, 4, 128, 3, 2, 0, 0), (9, 0), "splits > 0"),
+        ((1, 4, 128, 3, 2, 1, -1), (9, 0), "blocks >= 0"), ((1, 3, 128, 3, 2, 1, 0), (9, 0), r"got \(3, 128\)"),
+        ((1, 4, 7, 3, 2, 1, 0), (9, 0), r"got \(4, 7\)"), ((8, 8, 64, 9, 1, 1, 0), (9, 0), "2080 threads"),
+        ((1, 4, 128, 3, 2, 3, 0), (9, 0), "2, 4, 8, 16 blocks here, got splits = 3"),
+        ((3, 4, 64, 5, 1, 4, 0), (9, 0), "one or two groups of warps, got 3"),
+        ((1, 4, 128, 3, 3, 2, 0), (9, 0), "more than 2 blocks a multiprocessor have no clusters, got 3"),
+        ((1, 4, 64, 200, 1, 1, 0), (9, 0), "bytes of shared memory"), ((2, 4, 128, 5, 1, 1, 0), (12, 0), "bytes of shared"),
+        ((1, 4, 64, 2, 1, 4, 0), (8, 0), r"a cluster needs compute capability 9\.0 or newer, this GPU has 8\.0"),
+        ((1, 4, 64, 2, 1, 16, 0), (12, 0), "2, 3, 4, 6, 8 blocks here, got splits = 16"),
     ],
 )  # fmt: skip
-def test_a_forced_plan_that_cannot_run_is_refused(override: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="MSA_OPS_PLAN"):
-        planned(dataclasses.replace(shape(tokens=1), override=override), DeviceFacts.of_capability((9, 0)))
+def test_a_forced_plan_that_cannot_run_is_refused(
+    override: tuple[int, ...], capability: tuple[int, int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"MSA_OPS_PLAN.*{message}"):
+        planned(dataclasses.replace(shape(tokens=1), override=override), DeviceFacts.of_capability(capability))
+
+
+@pytest.mark.parametrize(
+    "splits, wanted",
+    [
+        (4, {"combine": Combine.NONE}), (1, {"combine": Combine.CLUSTER}), (1, {"combine": Combine.SCRATCH}),
+        (4, {"force_fused": True}), (1, {"force_fused": False}),
+    ],
+)  # fmt: skip
+def test_a_forced_plan_is_not_taken_against_what_else_is_forced(splits: int, wanted: dict[str, object]) -> None:
+    forced = dataclasses.replace(shape(), override=(1, 4, 128, 3, 2, splits, 0), **wanted)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=f"splits = {splits} and .* exclude each other"):
+        planned(forced, DeviceFacts.of_capability((9, 0)))
+
+
+def test_forced_nvfp4_plans_have_the_kernels_shapes() -> None:
+    wide = dataclasses.replace(shape(KVFormat.NVFP4), override=(1, 8, 128, 3, 1, 1, 0))
+    with pytest.raises(ValueError, match=r"\(warps, tile\) must be one of \(\(4, 128\),\) here, got \(8, 128\)"):
+        planned(wide, DeviceFacts.of_capability((9, 0)))
+
+
+@pytest.mark.parametrize("combine, force_fused", [(None, False), (Combine.CLUSTER, None)])
+def test_a_forced_cluster_is_no_larger_than_a_launch_can_be(combine: Combine | None, force_fused: bool | None) -> None:
+    facts = DeviceFacts.of_capability((9, 0))
+    for items, most in ((MAX_GRID // 16, 16), (MAX_GRID // 16 + 1, 8), (MAX_GRID // 2, 2), (MAX_GRID, 1)):
+        p = planned(
+            dataclasses.replace(shape(tokens=items, kv_heads=1), combine=combine, force_fused=force_fused), facts
+        )
+        assert (p.splits, p.blocks <= MAX_GRID) == (most, True)
 
 
 H200_USUAL = ((2, 132), (4, 62), (8, 30), (16, 14))
@@ -372,7 +411,7 @@ def test_clusters_of_an_h200(kv_format: KVFormat, tokens: int, name: str, ranks:
 def test_where_blocks_read_early(kv_format: KVFormat, early: set[int]) -> None:
     """By items, on an H200; forced plans as well. Nowhere else: not below 9.0, and above it was not measured."""
     few = Shape(kv_format, 1, 1, 16, 16)
-    for forced in (None, (1, 4, 64, 3, 2, 1, 0)):
+    for forced in (None, (1, 4, 128, 2, 2, 1, 0)):
         found = {n for n in range(1, 400) if h200_plan(dataclasses.replace(few, tokens=n, override=forced)).early}
         assert found == early, forced
     for capability in ((8, 0), (10, 0), (12, 0)):

@@ -197,7 +197,9 @@ def test_scores_read_what_the_kernel_before_wrote(
 
     sequence()
     torch.cuda.synchronize()
-    assert not on_an_h200() or {(p.kind, p.early) for p in plans} == {(kind, early)}
+    assert {p.kind for p in plans} <= {"one", "row"} and (
+        not on_an_h200() or {(p.kind, p.early) for p in plans} == {(kind, early)}
+    )
     scores()
     alone = output.clone()
     seen = torch.arange(WIDTH, device="cuda")[:, None] * BLOCK_SIZE < lengths

@@ -51,7 +51,7 @@ def msa_sparse_decode_attention(
             outside the request's blocks (-1 padding included) are skipped wherever they stand, duplicates count once.
             `msa_topk_select`'s result is passed as ``.transpose(0, 1)``.
         page_table: ``(batch, max_pages)`` int32, paged caches only: block ``i`` of request ``b`` is page
-            ``page_table[b, i]``. A page id outside the cache makes a skipped block.
+            ``page_table[b, i]``, with ``stride(1)`` 1. A page id outside the cache makes a skipped block.
         seqused_k: ``(batch,)`` int32, paged caches only: valid keys of each request. 0 (or less) is an empty request.
         cu_seqlens_k: ``(batch + 1,)`` int32, flat caches only: request ``b`` owns rows ``cu_seqlens_k[b]`` to
             ``cu_seqlens_k[b + 1]``.

@@ -69,7 +69,7 @@ def cache_dir() -> Path:
     """Where cubins are kept. Raises `OSError` where there is no such place."""
     configured = os.environ.get("MSA_OPS_CACHE_DIR")
     if configured:
-        return Path(configured)
+        return Path(configured).expanduser()
     general = os.environ.get("XDG_CACHE_HOME")
     try:
         return (Path(general) if general else Path.home() / ".cache") / "msa_ops"

@@ -279,9 +279,9 @@ def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, index: int) ->
     launcher = _launcher()  # first: it gives the thread a context
     shape = shape_of(problem)
     plan = _plan(problem, shape)
-    kernels = kernels_for(plan.variant, index)
-    if shape.items * plan.splits > MAX_GRID:
+    if shape.items > MAX_GRID:
         raise ValueError(f"q has {shape.items} (token, KV head) items: more than one launch can serve ({MAX_GRID})")
+    kernels = kernels_for(plan.variant, index)
     modern = _state.facts[index].has_clusters
     scratch = _scratch(problem, plan, shape) if plan.combine is Combine.SCRATCH else (0, 0, None)
     launcher.pack(problem, plan, shape, out, lse, scratch, modern)

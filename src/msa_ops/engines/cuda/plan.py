@@ -81,11 +81,10 @@ class Variant:
     @property
     def static_shared_bytes(self) -> int:
         """Upper bound of the kernel's static shared memory, in the kilobytes that the ring's alignment makes of it."""
-        between = self.min_blocks == 1
-        group = (
-            144 + 128 * self.warps + (288 if between else 192)
-        )  # meeting.cuh, GroupShared and the group's share of PEER_ROWS
-        return -(-(32 + 48 * self.stages + self.groups * group) // 1024) * 1024
+        # meeting.cuh: Ring with the barriers of a cluster, GroupShared, and each group's part of what PEER_ROWS counts.
+        ring, group = 48 * self.stages + 32, 128 * self.warps + 144
+        peers = 192 if self.cluster_sizes == CLUSTER_SIZES else 288
+        return -(-(ring + self.groups * (group + peers)) // 1024) * 1024
 
     @property
     def cluster_sizes(self) -> tuple[int, ...]:
@@ -148,17 +147,16 @@ class DeviceFacts:
 
 ClusterRoom = tuple[tuple[int, int], ...]
 """Pairs (cluster size, clusters of that size that run at the same time), as the driver answers for a kernel."""
+_TYPICAL_SHARE = {2: 1.0, 3: 0.89, 4: 0.91, 6: 0.78, 8: 0.91, 16: 0.85}
+"""Of all blocks at once, those in clusters, by their size. Clusters lie inside a GPC, whose multiprocessors rarely divide
+evenly: with a block on each of its 132 an H200 holds 66 clusters of 2, 39 of 3, 30 of 4, 17 of 6, 15 of 8 and 7 of 16."""
 
 
 def typical_room(facts: DeviceFacts, variant: Variant) -> ClusterRoom:
-    """An estimate of the driver's answer, for planning without a device.
-
-    Clusters lie inside a GPC, and its multiprocessors rarely divide evenly: an H200 holds 132 clusters of 2 blocks, 62 of 4,
-    30 of 8 and 14 of 16 where 132 multiprocessors take two blocks each.
-    """
+    """An estimate of the driver's answer, for planning without a device: an H200's, by the number of multiprocessors."""
     blocks = facts.multiprocessors * blocks_per_multiprocessor(variant, facts)
     sizes = [size for size in variant.cluster_sizes if size <= facts.max_cluster]
-    return tuple((size, blocks // 2 if size == 2 else blocks * 9 // (10 * size)) for size in sizes)
+    return tuple((size, int(blocks * _TYPICAL_SHARE[size]) // size) for size in sizes)
 
 
 @dataclass(frozen=True)
@@ -225,7 +223,7 @@ _WIDE_ITEMS = 8
 _TALL_RANKS, _TALL_TILES = 4, 8
 """Blocks of a cluster from which on, and tiles of a block up to which, eight warps on a tile are faster than two groups."""
 _TALL_SIZES, _WIDE_SIZES = (6,), (3,)
-"""Sizes between the powers of two that eight warps on a tile and wide blocks are worth: a block's tiles then fit its ring."""
+"""Sizes between the powers of two that pay for tall and for wide variants: a block's tiles then fit its ring."""
 _DEEP_RANKS, _DEEP_FROM = 2, 0.85
 """Blocks of a cluster for which a deeper ring is faster if four for each item would not be more than there are multiprocessors,
 and the share of these from which on clusters of four may not fit."""
@@ -332,7 +330,7 @@ def make_plan(
 ) -> LaunchPlan:
     """The plan of a call. `room` is the driver's answer for `choose_variant`'s kernel (or `typical_room`), `candidate_rooms`
     are those for `candidates`'s."""
-    plan = _choose_plan(shape, facts, room, candidate_rooms) if shape.override is None else _overridden(shape)
+    plan = _choose_plan(shape, facts, room, candidate_rooms) if shape.override is None else _overridden(shape, facts)
     return replace(plan, early=True, why=f"{plan.why}; first tiles early") if _reads_early(shape, facts) else plan
 
 
@@ -388,6 +386,8 @@ def _largest_cluster(shape: Shape, variant: Variant, facts: DeviceFacts, room: C
     """Blocks of the largest cluster an item that all run at once, of the sizes that pay; 1 where none does."""
     tiles, sizes = shape.topk * (BLOCK_SIZE // variant.tile), _sizes_that_pay(shape, variant, facts)
     fit = {n for n, many in room if n <= tiles and shape.items <= many and shape.items * n <= facts.multiprocessors}
+    if shape.kv_format is KVFormat.FP8 and shape.items == dict(room).get(_WIDE_SIZES[0]):
+        fit.discard(_WIDE_SIZES[0])  # as many as there is room for: slower than clusters of two
     return max(fit.intersection(sizes), default=1)
 
 
@@ -401,21 +401,36 @@ def _sizes_that_pay(shape: Shape, variant: Variant, facts: DeviceFacts) -> tuple
     return CLUSTER_SIZES
 
 
-def _overridden(shape: Shape) -> LaunchPlan:
+def _overridden(shape: Shape, facts: DeviceFacts) -> LaunchPlan:
+    """The plan of MSA_OPS_PLAN. Raises `ValueError` for one that no kernel is made for, that does not fit the device, or that
+    contradicts what else is asked for."""
     assert shape.override is not None
     groups, warps, tile, stages, min_blocks, splits, blocks = shape.override
     variant = Variant(shape.kv_format, groups, warps, tile, stages, min_blocks)
-    combine = Combine.NONE if splits == 1 else shape.combine or Combine.CLUSTER
-    if variant.groups >= variant.stages or splits < 1 or blocks < 0:
-        raise ValueError(f"MSA_OPS_PLAN needs groups < stages, splits >= 1 and blocks >= 0, got {shape.override}")
-    if combine is Combine.CLUSTER and splits not in variant.cluster_sizes:
-        sizes = ", ".join(map(str, variant.cluster_sizes))
-        raise ValueError(f"MSA_OPS_PLAN: a cluster of this variant has one of {sizes} blocks, got splits = {splits}")
-    if combine is Combine.CLUSTER and groups > 2:
-        raise ValueError(f"MSA_OPS_PLAN: blocks of a cluster have one or two groups of warps, got {shape.override}")
-    if combine is Combine.CLUSTER and min_blocks > 2:
+    combine = shape.combine
+    if combine is None:
+        combine = Combine.NONE if splits == 1 else Combine.CLUSTER
+    if not (0 < groups < stages and min_blocks > 0 and splits > 0 and blocks >= 0):
         raise ValueError(
-            f"MSA_OPS_PLAN: variants of more than 2 blocks a multiprocessor have no clusters, got {shape.override}"
+            f"MSA_OPS_PLAN needs 0 < groups < stages, min_blocks > 0, splits > 0 and blocks >= 0, got {shape.override}"
+        )
+    shapes = ((4, 128),) if shape.kv_format is KVFormat.NVFP4 else ((4, 64), (4, 128), (8, 64), (8, 128))
+    if (warps, tile) not in shapes:
+        raise ValueError(f"MSA_OPS_PLAN: (warps, tile) must be one of {shapes} here, got {(warps, tile)}")
+    if variant.threads > _MOST_THREADS:
+        raise ValueError(f"MSA_OPS_PLAN: {variant.threads} threads are more than a block can have ({_MOST_THREADS})")
+    if (combine is Combine.NONE) != (splits == 1):
+        raise ValueError(
+            f"MSA_OPS_PLAN: splits = {splits} and MSA_OPS_COMBINE={combine.name.lower()} exclude each other"
+        )
+    if shape.force_fused is not None and shape.force_fused != (splits == 1):
+        raise ValueError(f"MSA_OPS_PLAN: splits = {splits} and force_fused={shape.force_fused} exclude each other")
+    if combine is Combine.CLUSTER:
+        _check_forced_cluster(variant, splits, facts)
+    shared = variant.dynamic_bytes(combine, splits) + variant.static_shared_bytes
+    if shared > facts.shared_per_block:
+        raise ValueError(
+            f"MSA_OPS_PLAN: a block needs {shared} bytes of shared memory, more than it can have ({facts.shared_per_block})"
         )
     # A cluster serves one item, and every block of a smaller grid must keep its place among an item's blocks.
     if splits > 1 and blocks and (combine is Combine.CLUSTER or blocks % splits):
@@ -423,6 +438,30 @@ def _overridden(shape: Shape) -> LaunchPlan:
             f"MSA_OPS_PLAN: blocks must be 0 for a cluster and a multiple of splits = {splits}, got {blocks}"
         )
     return LaunchPlan(variant, combine, splits, min(shape.items * splits, blocks or MAX_GRID), "MSA_OPS_PLAN")
+
+
+_MOST_THREADS = 1024
+
+
+def _check_forced_cluster(variant: Variant, splits: int, facts: DeviceFacts) -> None:
+    if not facts.has_clusters:
+        raise ValueError(f"MSA_OPS_PLAN: a cluster {_needs_clusters(facts)}")
+    if variant.groups > 2:
+        raise ValueError(f"MSA_OPS_PLAN: blocks of a cluster have one or two groups of warps, got {variant.groups}")
+    if variant.min_blocks > 2:
+        raise ValueError(
+            f"MSA_OPS_PLAN: variants of more than 2 blocks a multiprocessor have no clusters, got {variant.min_blocks}"
+        )
+    sizes = [size for size in variant.cluster_sizes if size <= facts.max_cluster]
+    if splits not in sizes:
+        raise ValueError(
+            f"MSA_OPS_PLAN: a cluster of this variant has one of {', '.join(map(str, sizes))} blocks here, "
+            f"got splits = {splits}"
+        )
+
+
+def _needs_clusters(facts: DeviceFacts) -> str:
+    return f"needs compute capability 9.0 or newer, this GPU has {facts.capability[0]}.{facts.capability[1]}"
 
 
 def _split(
@@ -435,13 +474,12 @@ def _split(
         return Combine.NONE, 1, "MSA_OPS_COMBINE=none"
     tiles = shape.topk * (BLOCK_SIZE // variant.tile)
     if shape.combine is Combine.CLUSTER and not facts.has_clusters:
-        raise ValueError(
-            f"MSA_OPS_COMBINE=cluster needs compute capability 9.0 or newer, this GPU has "
-            f"{facts.capability[0]}.{facts.capability[1]}"
-        )
+        raise ValueError(f"MSA_OPS_COMBINE=cluster {_needs_clusters(facts)}")
     if facts.has_clusters and shape.combine is not Combine.SCRATCH:
         if shape.force_fused is False or shape.combine is Combine.CLUSTER:
             most = tiles if shape.combine is Combine.CLUSTER else shape.topk
+            # Powers of two alone, of which all blocks own rows, and no more blocks than one launch can have.
+            most = min(most, MAX_GRID // max(1, shape.items))
             splits = max((size for size, many in room if size in CLUSTER_SIZES and size <= most and many), default=1)
             if splits == 1:
                 return Combine.NONE, 1, "asked to split: one block, or no cluster that this device can hold"
