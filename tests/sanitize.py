@@ -39,6 +39,7 @@ class Attention(NamedTuple):
 
 
 def attention_calls() -> Iterator[Attention]:
+    """With all formats of K and V."""
     for kv, tile in (("fp8", 128), ("bf16", 64), ("nvfp4-planar", 128), ("nvfp4-tiled", 128)):
         yield Attention(kv, 1, 20, 2)
         yield Attention(kv, 1, 40, 2, 2, f"1,4,{tile},3,2,4,0")
@@ -55,10 +56,12 @@ def attention_calls() -> Iterator[Attention]:
             yield Attention(kv, 3, plan=f"{variant},1,0")
 
 
-def run_attention(device: torch.device, generator: torch.Generator) -> int:
-    """The number of wrong results."""
+def run_attention(device: torch.device, generator: torch.Generator, formats: list[str] | None) -> int:
+    """The number of wrong results. `formats`: of K and V; None: all."""
     wrong = 0
     for given in attention_calls():
+        if formats and given.kv not in formats:
+            continue
         for name, value in (("MSA_OPS_PLAN", given.plan), ("MSA_OPS_COMBINE", given.combine)):
             os.environ.pop(name, None)
             if value:
@@ -113,6 +116,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("attention", "selection"))
     parser.add_argument("--every-lane", action="store_true", help="for racecheck: see above")
+    formats = sorted({call.kv for call in attention_calls()})
+    parser.add_argument("--kv", action="append", choices=formats, help="attention: this format alone; may be repeated")
     given = parser.parse_args()
     if given.every_lane:
         source = compiler.source
@@ -121,7 +126,8 @@ def main() -> int:
         parser.error("needs an NVIDIA GPU, and torch sees none here")
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(3)
-    wrong = {"attention": run_attention, "selection": run_selection}[given.what](device, generator)
+    attention = given.what == "attention"
+    wrong = run_attention(device, generator, given.kv) if attention else run_selection(device, generator)
     torch.cuda.synchronize()
     print(f"done, {wrong} wrong")
     return min(wrong, 1)
