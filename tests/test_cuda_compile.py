@@ -273,6 +273,15 @@ def test_what_a_clusters_blocks_receive_has_room(name: str, size: int) -> None:
         compiler.compile_program(variant, "sm_90a")
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_the_form_for_racecheck_compiles(arch: str) -> None:
+    """tests/sanitize.py --every-lane."""
+    with pytest.MonkeyPatch.context() as patch:
+        checked = f"#define EVERY_LANE_ARRIVES\n{compiler.source(plan.SOURCES)}\nstatic_assert(WARP_ARRIVALS == 32);"
+        patch.setattr(compiler, "source", lambda _: checked)
+        compiler.compile_program(plan.variants((9, 0))[0], arch)
+
+
 @pytest.mark.parametrize("name", ["fp8-g1w4t128s3b2", *(v.name for v in plan.variants((9, 0)) if "nvfp4" in v.name)])
 def test_the_kernel_lays_shared_memory_out_as_planned(name: str) -> None:
     variant = next(v for v in plan.variants((9, 0)) if v.name == name)
@@ -385,6 +394,12 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("MSA_OPS_CACHE_DIR", str(tmp_path / "own"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert compiler.cache_dir() == tmp_path / "own"
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", "~/kernels")
+    assert compiler.cache_dir() == tmp_path / "home" / "kernels"
+    monkeypatch.setenv("MSA_OPS_CACHE_DIR", "~nobody_of_this_name/kernels")
+    with pytest.raises(OSError, match="home directory"):
+        compiler.cache_dir()
     monkeypatch.delenv("MSA_OPS_CACHE_DIR")
     assert compiler.cache_dir() == tmp_path / "xdg" / "msa_ops"
     monkeypatch.delenv("XDG_CACHE_HOME")

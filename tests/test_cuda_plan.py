@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+import sanitize
 from msa_ops.contract import BLOCK_SIZE, KVFormat
 from msa_ops.engines.cuda import launch, plan
 from msa_ops.engines.cuda.plan import (
@@ -349,6 +350,30 @@ def test_a_forced_plan_is_not_taken_against_what_else_is_forced(splits: int, wan
     forced = dataclasses.replace(shape(), override=(1, 4, 128, 3, 2, splits, 0), **wanted)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=f"splits = {splits} and .* exclude each other"):
         planned(forced, DeviceFacts.of_capability((9, 0)))
+
+
+def test_a_forced_plan_of_more_than_a_launch_is_refused() -> None:
+    many = dataclasses.replace(shape(tokens=2**29, kv_heads=1), override=(1, 4, 128, 3, 2, 4, 0))
+    with pytest.raises(ValueError, match=r"2147483648 shares of items are more than one launch can serve"):
+        planned(many, DeviceFacts.of_capability((9, 0)))
+
+
+def test_the_plans_that_the_sanitizer_runs_exist() -> None:
+    """And take the routes between them."""
+    facts = DeviceFacts.of_capability((9, 0))
+    routes = set()
+    for call in sanitize.attention_calls():
+        s = Shape(
+            KVFormat(call.kv.partition("-")[0]), call.batch * call.seqlen_q, call.kv_heads,
+            call.query_heads // call.kv_heads, 16, combine=Combine[call.combine.upper()] if call.combine else None,
+            override=tuple(map(int, call.plan.split(","))) if call.plan else None,
+        )  # fmt: skip
+        p = planned(s, facts)
+        routes.add((s.kv_format, p.combine, p.variant.groups, p.splits))
+    for kv_format in (KVFormat.FP8, KVFormat.BF16, KVFormat.NVFP4):
+        wide = {(kv_format, Combine.CLUSTER, 2, size) for size in (2, 3)} | {(kv_format, Combine.NONE, 2, 1)}
+        assert wide | {(kv_format, Combine.NONE, 1, 1)} <= routes
+        assert {combine for kv, combine, *_ in routes if kv is kv_format} == set(Combine)
 
 
 def test_forced_nvfp4_plans_have_the_kernels_shapes() -> None:

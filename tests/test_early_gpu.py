@@ -197,9 +197,8 @@ def test_scores_read_what_the_kernel_before_wrote(
 
     sequence()
     torch.cuda.synchronize()
-    assert {p.kind for p in plans} <= {"one", "row"} and (
-        not on_an_h200() or {(p.kind, p.early) for p in plans} == {(kind, early)}
-    )
+    assert plans and {p.kind for p in plans} <= {"one", "row"}
+    assert not on_an_h200() or {(p.kind, p.early) for p in plans} == {(kind, early)}
     scores()
     alone = output.clone()
     seen = torch.arange(WIDTH, device="cuda")[:, None] * BLOCK_SIZE < lengths
@@ -258,7 +257,7 @@ def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs, mon
     attend()
     scores()
     alone = result.clone()
-    assert not on_an_h200() or {p.early for p in plans} == {blocks if batch == 1 else 132}
+    assert plans and (not on_an_h200() or {p.early for p in plans} == {blocks if batch == 1 else 132})
     seen = torch.arange(blocks, device="cuda") * BLOCK_SIZE < starts.diff()[:, None]
     assert torch.equal(alone[:, 16 * HEAD_DIM :].view(batch, 4, blocks) > -torch.inf, seen[:, None].expand(-1, 4, -1))
     assert bool(alone[:, : 16 * HEAD_DIM].isfinite().all()) and bool(alone[:, : 16 * HEAD_DIM].any())

@@ -68,10 +68,10 @@ def architecture(capability: tuple[int, int]) -> str:
 def cache_dir() -> Path:
     """Where cubins are kept. Raises `OSError` where there is no such place."""
     configured = os.environ.get("MSA_OPS_CACHE_DIR")
-    if configured:
-        return Path(configured).expanduser()
     general = os.environ.get("XDG_CACHE_HOME")
     try:
+        if configured:
+            return Path(configured).expanduser()
         return (Path(general) if general else Path.home() / ".cache") / "msa_ops"
     except RuntimeError as error:  # a user without a home directory, as in some containers
         raise OSError(str(error)) from error

@@ -432,6 +432,10 @@ def _overridden(shape: Shape, facts: DeviceFacts) -> LaunchPlan:
         raise ValueError(
             f"MSA_OPS_PLAN: a block needs {shared} bytes of shared memory, more than it can have ({facts.shared_per_block})"
         )
+    if shape.items * splits > MAX_GRID:
+        raise ValueError(
+            f"MSA_OPS_PLAN: {shape.items * splits} shares of items are more than one launch can serve ({MAX_GRID})"
+        )
     # A cluster serves one item, and every block of a smaller grid must keep its place among an item's blocks.
     if splits > 1 and blocks and (combine is Combine.CLUSTER or blocks % splits):
         raise ValueError(

@@ -25,11 +25,11 @@ _CACHED = ("msa_topk_tokens_64", "msa_topk_tokens_256", "msa_topk_tokens_1024", 
 """Those whose thread blocks read neighbouring words of a sector, which the first-level cache keeps for them."""
 PROGRAM = programs.KernelProgram(
     "topk",
-    ("common.cuh", "topk.cu"),
+    ("common.cuh", "topk.cuh", "topk_warp.cu", "topk_block.cu"),
     tuple(_THREADS),
     resident=tuple(None if entry in _CACHED else 0 for entry in _THREADS),
 )
-_PARAMS = struct.Struct("4Q7q6I10i")  # struct TopkParams of kernels/topk.cu
+_PARAMS = struct.Struct("4Q7q6I10i")  # struct TopkParams of kernels/topk.cuh
 _WARP_BLOCKS = 256  # blocks of the longest row that a warp selects from
 _SECTOR = 8  # scores
 
