@@ -31,6 +31,8 @@ STALE = {
     "lengths": (INT32_MAX, 0, CONTEXT, -1, INT32_MIN, None),
     "pages": (0, -1, PAGES - 1, PAGES, INT32_MAX, INT32_MIN, None),
     "starts": (0, INT32_MAX, -1, LONGEST, INT32_MIN, None),
+    "queries": (0, 1, INT32_MAX, -1, INT32_MIN, None),
+    "offsets": (INT32_MAX, -1, 0, CONTEXT, INT32_MIN, None),
 }
 """None: any int32."""
 
@@ -147,27 +149,29 @@ def plans_of_scores(monkeypatch: pytest.MonkeyPatch) -> list[score.ScorePlan]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize(
-    "batch, apart, kind, early",
+    "batch, apart, kind, early, hinting",
     [
-        (1, False, "one", 32),
-        (8, True, "one", 256),
-        (8, False, "one", 256),
-        (12, False, "one", 132),
-        (100, False, "row", 132),
+        (1, False, "one", 32, 32),
+        (8, True, "one", 256, 256),
+        (8, False, "one", 256, 256),
+        (12, False, "one", 384, 132),
+        (100, False, "row", 396, 132),
     ],
 )
-@pytest.mark.parametrize("last", ["lengths", "pages"])
+@pytest.mark.parametrize("last", ["lengths", "pages", "queries", "offsets"])
 def test_scores_read_what_the_kernel_before_wrote(
     dtype: torch.dtype,
     batch: int,
     apart: bool,
     kind: str,
     early: int,
+    hinting: int,
     last: str,
     runs: Runs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """`apart`: keys do not lie side by side. `early`: thread blocks that ask early."""
+    """`apart`: keys do not lie side by side. `early`: thread blocks that settle early what to begin with, of which `hinting`
+    ask L2 for it."""
     plans = plans_of_scores(monkeypatch)
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -179,15 +183,16 @@ def test_scores_read_what_the_kernel_before_wrote(
     selected = {
         "lengths": Selected(lengths, LONGEST),
         "pages": Selected(ascending(batch, WIDTH, PAGES, generator), PAGES),
+        "queries": Selected(torch.arange(batch + 1, dtype=torch.int32, device="cuda")[None], LONGEST),
+        "offsets": Selected(lengths - 1, LONGEST),
     }
-    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
     output = torch.empty(4, WIDTH, batch, device="cuda")
     order = [s for name, s in selected.items() if name != last] + [selected[last]]
 
     def scores() -> None:
         msa_proxy_score(
-            q, k, starts, page_table=selected["pages"].values, seqused_k=selected["lengths"].values, max_seqlen_q=1,
-            max_k_tiles=WIDTH, output=output,
+            q, k, selected["queries"].values[0], page_table=selected["pages"].values, seqused_k=selected["lengths"].values,
+            max_seqlen_q=1, max_k_tiles=WIDTH, q_offset=selected["offsets"].values, output=output,
         )  # fmt: skip
 
     def sequence() -> None:
@@ -198,7 +203,7 @@ def test_scores_read_what_the_kernel_before_wrote(
     sequence()
     torch.cuda.synchronize()
     assert plans and {p.kind for p in plans} <= {"one", "row"}
-    assert not on_an_h200() or {(p.kind, p.early) for p in plans} == {(kind, early)}
+    assert not on_an_h200() or {(p.kind, p.early, p.hinting) for p in plans} == {(kind, early, hinting)}
     scores()
     alone = output.clone()
     seen = torch.arange(WIDTH, device="cuda")[:, None] * BLOCK_SIZE < lengths
@@ -257,7 +262,9 @@ def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs, mon
     attend()
     scores()
     alone = result.clone()
-    assert plans and (not on_an_h200() or {p.early for p in plans} == {blocks if batch == 1 else 132})
+    assert plans and (
+        not on_an_h200() or {(p.early, p.hinting) for p in plans} == {(64, 64) if batch == 1 else (396, 132)}
+    )
     seen = torch.arange(blocks, device="cuda") * BLOCK_SIZE < starts.diff()[:, None]
     assert torch.equal(alone[:, 16 * HEAD_DIM :].view(batch, 4, blocks) > -torch.inf, seen[:, None].expand(-1, 4, -1))
     assert bool(alone[:, : 16 * HEAD_DIM].isfinite().all()) and bool(alone[:, : 16 * HEAD_DIM].any())

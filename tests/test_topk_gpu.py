@@ -97,6 +97,27 @@ def test_the_smallest_kernel_that_holds_a_row_is_taken(blocks: int, entry: str) 
     assert topk.entry_for(blocks) == entry
     by_tokens = entry if blocks > 1024 else entry.replace("topk", "topk_tokens")
     assert topk.entry_for(blocks, True) == by_tokens
+    by_cluster = "msa_topk_cluster_8192" if entry == "msa_topk_8192" else entry
+    assert topk.entry_for(blocks, by_cluster=True) == by_cluster
+
+
+@pytest.mark.parametrize(
+    "tokens, topk_, begin, end, clusters, taken",
+    [
+        (4, 16, 0, 1, True, True), (5, 16, 0, 1, True, False), (4, 32, 0, 0, True, True), (4, 33, 0, 0, True, False),
+        (4, 33, 1, 0, True, True), (4, 128, 48, 48, True, True), (4, 16, 0, 1, False, False),
+    ],
+)  # fmt: skip
+def test_few_long_rows_are_clusters(
+    tokens: int, topk_: int, begin: int, end: int, clusters: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most 16 rows, from which lists hold all blocks that are wanted, where blocks of a row are neighbours or few tokens are."""
+    facts = plan.DeviceFacts((9, 0) if clusters else (8, 9), 132, 227 << 10, 228 << 10)
+    monkeypatch.setattr(topk, "device_facts", lambda index: facts)
+    for score in (torch.zeros(4, tokens, 8192).transpose(1, 2), torch.zeros(4, 8192, tokens)):
+        entry = topk.entry_of(score, topk_, begin, end, 0)
+        assert entry == ("msa_topk_cluster_8192" if taken else "msa_topk_8192")
+    assert topk.entry_of(torch.zeros(1, 8192, 9), 16, 0, 0, 0) == "msa_topk_8192"  # read by tokens
 
 
 def test_rows_are_read_together_where_tokens_lie_innermost() -> None:
@@ -154,12 +175,17 @@ def assert_same_ids(
     elif isinstance(extent, Tensor):
         extent = to_gpu(extent)
     score = to_gpu(score)
-    entry = topk.entry_for(blocks, topk.reads_by_tokens(score))
-    before = topk.calls[entry]
-    select_blocks(score, topk_, extent, got, begin, end)
-    assert topk.calls[entry] == before + 1, "the kernel was not taken"
-    wrong = (got.cpu() != want).any(-1).nonzero().tolist()
-    assert not wrong, f"row {wrong[0]}: {got[tuple(wrong[0])].tolist()} instead of {want[tuple(wrong[0])].tolist()}"
+    for most in (
+        (0, 1 << 20) if 1024 < blocks <= 8192 else (topk.MOST_CLUSTERS,)
+    ):  # a thread block's rows, and a cluster's
+        got.fill_(-7)
+        before = topk.calls.total()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(topk, "MOST_CLUSTERS", most)
+            select_blocks(score, topk_, extent, got, begin, end)
+        assert topk.calls.total() == before + 1, "the kernel was not taken"
+        wrong = (got.cpu() != want).any(-1).nonzero().tolist()
+        assert not wrong, f"row {wrong[0]}: {got[tuple(wrong[0])].tolist()} instead of {want[tuple(wrong[0])].tolist()}"
     return got
 
 

@@ -15,7 +15,7 @@ from functools import lru_cache
 from ...contract import BLOCK_SIZE, HEAD_DIM, SCALES_PER_ROW, KVFormat
 
 SOURCES = (
-    "common.cuh", "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh",
+    "common.cuh", "cluster.cuh", "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh",
     "product.cuh", "softmax.cuh", "meeting.cuh", "decode.cu", "merge.cu",
 )  # fmt: skip
 """Files of the decode kernel and its merge kernel, in order."""

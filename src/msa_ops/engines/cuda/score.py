@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 
 COLUMNS = (8, 16, 32, 64)
 """(token, head) pairs that meet the keys together, by entry point."""
-_PARAMS = struct.Struct("11Q12q12I23i2f4x")  # struct ScoreParams of kernels/score_work.cuh
+_PARAMS = struct.Struct("11Q12q12I24i2f")  # struct ScoreParams of kernels/score_work.cuh
 _THREADS = 128
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
 _MOST_WAVES = 4
-_EARLY_BLOCKS = 2  # thread blocks a multiprocessor, of one block of keys each, up to which all ask early; else one does
+_EARLY_BLOCKS = 3  # thread blocks a multiprocessor that settle early what to begin with
+_HINTING_BLOCKS = (
+    2  # thread blocks a multiprocessor, of one block of keys each, up to which all ask L2 early; else one does
+)
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
 
@@ -136,8 +139,10 @@ class ScorePlan:
     fill_splits: int
     keys_stay: bool
     early: int
-    """Scoring thread blocks, the first ones, that ask for keys while the kernel before still runs, by lengths and pages as they
-    are then; from 9.0 on."""
+    """Scoring thread blocks, the first ones, that settle what to begin with while the kernel before still runs, by lengths and
+    pages as they are then; from 9.0 on."""
+    hinting: int
+    """Those of them that also ask L2 for it."""
 
     @property
     def entry(self) -> str:
@@ -184,15 +189,19 @@ def make_plan(
     most = (total_q // tile_tokens + batch) * apart * key_blocks
     grain = max((most // _MAX_WORK).bit_length(), 0)
     keys_stay = tokens > tile_tokens or head_tiles > 1
-    kind, workers, parts = "", 0, 0
+    kind, workers, parts, early = "", 0, 0, 0
     place, o = COLUMNS.index(columns), OPERANDS[operands]
     one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
     room = shared // (o.row_shared(columns) + SYSTEM_SHARED)
     # The kernels for rows need several thread blocks a multiprocessor: each waits for its keys.
     if one_row and batch and key_blocks and place < len(o.one) and 2 * room > o.one[place]:
-        fit = tuple(sms * min(room, most[place]) - min(fill_blocks, sms) for most in (o.one, o.row))
-        kind, parts = _row_parts(o, batch, key_blocks, *fit)
+        fit = {
+            kind: sms * min(room, most[place]) - min(fill_blocks, sms)
+            for kind, most in (("one", o.one), ("row", o.row))
+        }
+        kind, parts = _row_parts(o, batch, key_blocks, fit["one"], fit["row"])
         workers = parts * batch
+        early = min(workers, _EARLY_BLOCKS * sms)
     else:
         slots = sms * o.stream[place]
         slots -= min(fill_blocks, slots // 16)
@@ -201,15 +210,15 @@ def make_plan(
             workers -= workers % tiles  # so that equal requests are not cut across their borders
     return ScorePlan(
         kind, columns, tile_tokens, tile_heads, head_tiles, workers, parts, key_blocks, grain, fill_blocks, shift, splits,
-        keys_stay, _early_blocks(kind, workers, sms),
+        keys_stay, early, _hinting_blocks(kind, workers, sms),
     )  # fmt: skip
 
 
-def _early_blocks(kind: str, workers: int, sms: int) -> int:
+def _hinting_blocks(kind: str, workers: int, sms: int) -> int:
     """Thread blocks that ask for keys early. More would ask again for what is under way (kernel-notes, "Asking before")."""
     if not kind:
         return 0
-    return workers if kind == "one" and workers <= _EARLY_BLOCKS * sms else min(workers, sms)
+    return workers if kind == "one" and workers <= _HINTING_BLOCKS * sms else min(workers, sms)
 
 
 def _row_parts(o: Operands, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:
@@ -277,7 +286,7 @@ def pack(p: ScoreProblem, plan: ScorePlan, output: Tensor) -> bytes:
         p.page_table.shape[1] if p.page_table is not None else 0, k.shape[1], q.shape[1] // k.shape[1],
         _FORMATS.index(_FORMAT[q.dtype]), offset, p.q_offset is not None, p.causal, paged, p.reduce_heads,
         plan.head_tiles, plan.grain, plan.fill_blocks, plan.fill_shift, plan.fill_splits, plan.keys_stay,
-        plan.row_blocks, plan.early,
+        plan.row_blocks, plan.early, plan.hinting,
         p.factor, batch / max(plan.workers, 1),
     )  # fmt: skip
 

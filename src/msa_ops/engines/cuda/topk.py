@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import programs
-from .launch import divisor
+from .launch import device_facts, divisor
 from .plan import MAX_GRID
 
 if TYPE_CHECKING:
@@ -18,31 +18,49 @@ if TYPE_CHECKING:
 
 _THREADS = {
     "msa_topk_tokens_64": 256, "msa_topk_tokens_256": 256, "msa_topk_64": 128, "msa_topk_256": 128,
-    "msa_topk_tokens_1024": 256, "msa_topk_1024": 128, "msa_topk_8192": 512, "msa_topk_65536": 1024,
+    "msa_topk_tokens_1024": 256, "msa_topk_1024": 128, "msa_topk_cluster_8192": 128, "msa_topk_8192": 512,
+    "msa_topk_65536": 1024,
 }  # fmt: skip
 """Threads of a block, by entry point. A name ends in the blocks of the longest row."""
 _CACHED = ("msa_topk_tokens_64", "msa_topk_tokens_256", "msa_topk_tokens_1024", "msa_topk_8192", "msa_topk_65536")
 """Those whose thread blocks read neighbouring words of a sector, which the first-level cache keeps for them."""
 PROGRAM = programs.KernelProgram(
     "topk",
-    ("common.cuh", "topk.cuh", "topk_warp.cu", "topk_block.cu"),
+    ("common.cuh", "cluster.cuh", "topk.cuh", "topk_warp.cu", "topk_block.cu", "topk_cluster.cu"),
     tuple(_THREADS),
     resident=tuple(None if entry in _CACHED else 0 for entry in _THREADS),
 )
 _PARAMS = struct.Struct("4Q7q6I10i")  # struct TopkParams of kernels/topk.cuh
 _WARP_BLOCKS = 256  # blocks of the longest row that a warp selects from
 _SECTOR = 8  # scores
+_CLUSTER = 8  # thread blocks of a row that is a cluster's
+MOST_CLUSTERS = 16
+"""Rows of a call that are clusters'; more are faster without."""
+_LISTED = 32  # blocks that lists hold
 
 calls: Counter[str] = Counter()
 """Launches, by entry point."""
 
 
-def entry_for(blocks: int, by_tokens: bool = False) -> str:
-    """The smallest kernel whose rows hold as many blocks. `by_tokens`: see `reads_by_tokens`."""
+def entry_for(blocks: int, by_tokens: bool = False, by_cluster: bool = False) -> str:
+    """The smallest kernel whose rows hold as many blocks. `by_tokens`: see `reads_by_tokens`. `by_cluster`: a row may be a
+    cluster's."""
     for entry in PROGRAM.entries:
-        if blocks <= int(entry.rpartition("_")[2]) and ("tokens" in entry) <= by_tokens:
+        if (
+            blocks <= int(entry.rpartition("_")[2])
+            and ("tokens" in entry) <= by_tokens
+            and ("cluster" in entry) <= by_cluster
+        ):
             return entry
     raise ValueError(f"no kernel selects from {blocks} blocks")
+
+
+def entry_of(max_score: Tensor, topk: int, begin: int, end: int, device: int) -> str:
+    """The kernel of a call on that device. A few long rows are clusters', unless lists cannot hold the blocks they want."""
+    heads, blocks, tokens = max_score.shape
+    by_tokens = reads_by_tokens(max_score)
+    few = heads * tokens <= MOST_CLUSTERS and topk - begin - end <= _LISTED
+    return entry_for(blocks, by_tokens, few and not by_tokens and device_facts(device).has_clusters)
 
 
 def reads_by_tokens(max_score: Tensor) -> bool:
@@ -70,12 +88,13 @@ def _run(max_score: Tensor, topk: int, extent: Extent, output: Tensor, begin: in
     rows = heads * tokens
     if rows > MAX_GRID:
         raise ValueError(f"max_score has {rows} (token, head) rows: more than one launch can serve ({MAX_GRID})")
-    entry = entry_for(blocks, reads_by_tokens(max_score))
+    entry = entry_of(max_score, topk, begin, end, index)
     function = programs.functions(PROGRAM, index)[entry]
     params = pack(max_score, topk, extent, output, begin, end)
     threads = _THREADS[entry]
-    grid = -(-rows // (threads // 32)) if blocks <= _WARP_BLOCKS else rows
-    programs.launch(function, params, grid, threads, device=index)
+    cluster = _CLUSTER if "cluster" in entry else 1
+    grid = -(-rows // (threads // 32)) if blocks <= _WARP_BLOCKS else rows * cluster
+    programs.launch(function, params, grid, threads, device=index, cluster=cluster)
     calls[entry] += 1
 
 

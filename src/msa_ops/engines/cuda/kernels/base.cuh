@@ -15,8 +15,6 @@ constexpr int WORKERS = GROUPS * GROUP_THREADS; // threads that compute
 constexpr int THREADS = WORKERS + 32;           // one more warp copies
 constexpr int LIST = 32;                     // selected blocks looked at in one go: one per lane of a warp
 
-DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
-
 DEVICE void store_shared(u32 address, u32 x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(address), "r"(x) : "memory"); }
 DEVICE void store_shared(u32 address, u32 x, u32 y) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address), "r"(x), "r"(y) : "memory");
@@ -77,56 +75,6 @@ constexpr int WARP_ARRIVALS = 32;
 constexpr int WARP_ARRIVALS = 1;
 #endif
 
-// Phase barriers in shared memory. A waiter names the parity of the phase it waits for, starting at 0.
-typedef u64 Barrier;
-DEVICE void barrier_init(Barrier *b, u32 arrivals) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(b)), "r"(arrivals) : "memory");
-}
-DEVICE void barrier_arrive(Barrier *b) {
-  asm volatile("{.reg .b64 s; mbarrier.arrive.shared.b64 s, [%0];}" ::"r"(shared_address(b)) : "memory");
-}
-// Arrives when this thread's `cp.async` copies so far are complete.
-DEVICE void barrier_arrive_after_copies(Barrier *b) {
-  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(shared_address(b)) : "memory");
-}
-DEVICE void barrier_wait(Barrier *b, u32 parity) {
-  u32 done;
-  do {
-#ifdef HAS_CLUSTER
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(b)), "r"(parity)
-                 : "memory");
-#else
-    asm volatile("{.reg .pred p; mbarrier.test_wait.parity.shared.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(b)), "r"(parity)
-                 : "memory");
-#endif
-  } while (!done);
-}
-#ifdef HAS_CLUSTER
-// Arrives, and makes the phase wait for `bytes` more to be written by tensor copies or by peers' sends.
-DEVICE void barrier_expect(Barrier *b, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(b)), "r"(bytes) : "memory");
-}
-DEVICE void barrier_wait_for_peers(Barrier *b, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{.reg .pred p; mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p;}"
-                 : "=r"(done)
-                 : "r"(shared_address(b)), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-#endif
-// Makes initialised barriers visible to the copy engines and to the cluster.
-DEVICE void publish_barriers() {
-#ifdef HAS_CLUSTER
-  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-#endif
-}
-
 // A place in a ring of `SLOTS`, with the parity of its present round.
 template <int SLOTS> struct RingPosition {
   int slot = 0;
@@ -136,34 +84,6 @@ template <int SLOTS> struct RingPosition {
     if (slot >= SLOTS) slot -= SLOTS, parity ^= 1;
   }
 };
-
-// --- clusters ---------------------------------------------------------------------------------------------------------
-#ifdef HAS_CLUSTER
-DEVICE void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-DEVICE u32 address_in_rank(u32 address, u32 rank) {
-  u32 remote;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(address), "r"(rank));
-  return remote;
-}
-// Stores into a peer's shared memory; `barrier`, in the peer too, counts the bytes as they arrive. So a receiver waits for its
-// data alone: no fence on the sender's side, no second barrier of the whole cluster.
-DEVICE void send(u32 address, u32 barrier, float x) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(address),
-               "r"(__float_as_uint(x)), "r"(barrier)
-               : "memory");
-}
-DEVICE void send(u32 address, u32 barrier, float2 x) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1, %2}, [%3];" ::"r"(address),
-               "f"(x.x), "f"(x.y), "r"(barrier)
-               : "memory");
-}
-DEVICE void send(u32 address, u32 barrier, float4 x) {
-  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(address),
-               "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
-               : "memory");
-}
-#endif
 
 // --- arithmetic -------------------------------------------------------------------------------------------------------
 DEVICE float exp2_approx(float x) {

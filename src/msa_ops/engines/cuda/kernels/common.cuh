@@ -57,6 +57,8 @@ DEVICE int read_early(const int *at) {
   return x;
 }
 
+DEVICE int read_now(const int *at) { return *at; }
+
 // For what is read once, and for what other thread blocks read soon.
 DEVICE u64 l2_evict_first() {
   u64 policy;

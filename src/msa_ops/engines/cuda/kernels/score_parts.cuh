@@ -31,9 +31,10 @@ template <int TILES> struct Part {
 };
 
 // The page of a block, -1 if the table has none.
-DEVICE int page_of(const ScoreParams &p, int index, int block) {
-  return p.paged && block < p.table_width ? p.table[index * p.table_row + block * p.table_column] : -1;
+template <typename Read> DEVICE int page_of(const ScoreParams &p, int index, int block, Read read) {
+  return p.paged && block < p.table_width ? read(p.table + index * p.table_row + block * p.table_column) : -1;
 }
+DEVICE int page_of(const ScoreParams &p, int index, int block) { return page_of(p, index, block, read_now); }
 
 // Flat NVFP4 cache: where a position's scales of the first 64 dims lie. For what no token sees, those of the last one seen.
 DEVICE i64 flat_scale(const ScoreParams &p, const Run &run, int position) {

@@ -4,6 +4,9 @@
 // request. A team has one block under way, whose keys wait in shared memory: registers do not bound how many thread blocks a
 // multiprocessor holds, and these keep the memory busy. Where there are more than fit at once, the machine hands them out as
 // others end, which evens out the end.
+//
+// Some thread blocks settle what to begin with before the previous kernel has ended, by lengths and pages as they are then. They
+// ask for it right after the wait, read lengths and pages again beside it, and start over where these have changed.
 template <int COLUMNS> struct RowShared : Shared<COLUMNS> {
   alignas(128) uint4 keys[WARPS][WARP_TILES * 16][ROW_BYTES / 16];
   uint4 scales[SCALED ? SETS : 1][SCALED ? THREADS : 1]; // NVFP4: of a lane's keys of a set
@@ -77,60 +80,68 @@ struct RowShare {
   }
 };
 
-// Asks L2 for a block of keys by lengths and pages as they are before the wait (common.cuh, `read_early`), in the usual order of
-// leaving. By the threads of a team. There is one KV head.
-DEVICE void prefetch_keys(const ScoreParams &p, int index, int block, int thread) {
-#ifdef HAS_CLUSTER
-  const int *const at = p.lengths + index * p.lengths_step;
-  const bool together = p.k_row == ROW_BYTES; // one hint, by one thread
-  if (together && thread > 0) return;
-  const int given = read_early(at);
-  i64 row = (i64)block * BLOCK_KEYS, last = given, from; // of the keys there are
-  if (p.paged) {
-    const int page = block < p.table_width ? read_early(p.table + index * p.table_row + block * p.table_column) : -1;
-    if ((u32)page >= (u32)p.pages) return;
-    from = page * p.k_page;
-  } else {
-    if (given < 0) return;
-    row += given, last = min(read_early(at + p.lengths_step), p.most_keys);
-    from = row * p.k_row;
-  }
-  const int rows = (int)max(min(last - row, (i64)BLOCK_KEYS), 0LL);
-  if (together) {
-    if (rows > 0) prefetch_bytes(p.k + from, rows * ROW_BYTES);
-  } else {
-    for (int i = thread; i < rows; i += TEAM_THREADS) prefetch_bytes(p.k + from + i * (i64)p.k_row, ROW_BYTES);
-  }
-#endif
+DEVICE bool has_page(const ScoreParams &p, int page) { return !p.paged || (u32)page < (u32)p.pages; }
+
+// Where the keys of a block start.
+DEVICE const u8 *first_key(const ScoreParams &p, const Run &run, int block, int page) {
+  const i64 from = p.paged ? page * p.k_page : ((i64)run.request.first_key + block * BLOCK_KEYS) * p.k_row;
+  return p.k + run.kv_head * p.k_head + from;
 }
 
-// Brings into L2, while the kernel before may still be running, what is read first. Hints: the reads come after the wait.
-DEVICE void prefetch_row(const ScoreParams &p, int index, int block, int lane) {
+// Asks L2 for a block of keys, by one thread, or for the first token's queries, by a warp. Hints, by what is
+// known before the wait.
+DEVICE void prefetch_keys(const ScoreParams &p, const Run &run, int block, int page) {
 #ifdef HAS_CLUSTER
-  const int token = min(index * (p.total_q / p.batch), p.total_q - 1);
-  if (lane == 0) prefetch_line(p.query_starts + index * p.query_starts_step);
-  if (lane == 1) prefetch_line(p.lengths + index * p.lengths_step);
-  if (lane == 2 && p.paged && block < p.table_width)
-    prefetch_line(p.table + index * p.table_row + block * p.table_column);
-  if (lane < p.kv_heads * p.group) prefetch_line(p.q + token * p.q_token + lane * p.q_head);
+  const int keys = min(run.highest - block * BLOCK_KEYS, BLOCK_KEYS);
+  if (p.k_row == ROW_BYTES && has_page(p, page)) prefetch_bytes(first_key(p, run, block, page), keys * ROW_BYTES);
 #endif
+}
+DEVICE void prefetch_query(const ScoreParams &p, const Run &run, int lane) {
+  if (lane < run.heads) prefetch_line(p.q + run.token * p.q_token + (run.first_head + lane) * p.q_head);
 }
 
 // ONE: there is a thread block for each `TEAMS` blocks.
 template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
+  constexpr bool FEW = COLUMNS == 8 && !SCALED; // queries, which then wait in registers
   __shared__ RowShared<COLUMNS> shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp / TEAM;
   const bool fills = blockIdx.x < p.fill_blocks;
   const u32 number = blockIdx.x - p.fill_blocks;
   const int index = p.row_parts.quotient(number);
   const u32 slot = number - index * p.row_parts.value;
-  // Of a request that is as long as it can be. Others have another share as a rule, unless there is a thread block for each.
-  const int guess = team + (ONE ? (int)slot * TEAMS : RowShare::even(p, slot, p.row_blocks).first);
-  if (!fills && warp == WARPS - 1) prefetch_row(p, index, guess, lane);
-  if (number < (u32)p.early) prefetch_keys(p, index, guess, threadIdx.x % TEAM_THREADS);
+  auto share_of = [&](int blocks) { return ONE ? RowShare::one(slot, blocks) : RowShare::even(p, slot, blocks); };
+  bool present; // the block under way has a page
+  auto ask = [&](const Run &run, int block, int page) {
+    present = has_page(p, page);
+    if (!present) return;
+    const u64 policy = l2_evict_first();
+    const int last_seen = run.highest - block * BLOCK_KEYS - 1;
+    copy_keys(p, shared.keys[warp], first_key(p, run, block, page), last_seen, policy, warp, lane);
+    if constexpr (SCALED)
+      copy_scales(p, shared.scales, run, block * BLOCK_KEYS + first_key_of(warp, lane), page, policy, lane);
+    commit_copies();
+  };
+
+  Run run;
+  run.index = index, run.before = run.more = false;
+  run.take_heads(p, 0);
+  int first = share_of(p.row_blocks).first + team, guessed_page = -1; // block of a request that is as long as it can be
+  bool guessed = false;
+#ifdef HAS_CLUSTER
+  if (number < (u32)p.early) {
+    run.take_tokens(p, Request(p, Request::Words(p, index, read_early)), 0);
+    const RowShare share = share_of(run.tokens > 0 ? Request::blocks(p, run.highest) : 0);
+    first = share.first + team, guessed = first < share.last;
+    if (guessed) {
+      guessed_page = page_of(p, index, first, read_early);
+      if (warp == WARPS - 1) prefetch_query(p, run, lane);
+      if (number < (u32)p.hinting && threadIdx.x % TEAM_THREADS == 0) prefetch_keys(p, run, first, guessed_page);
+    }
+  }
+#endif
   // Many thread blocks leave the next kernel no room until they end: it had better be in line before. Few leave it room, and all of
   // them ask early: what starts then would take from these.
-  const bool all_ask = p.early + p.fill_blocks >= gridDim.x;
+  const bool all_ask = p.hinting + p.fill_blocks >= gridDim.x;
   if (!all_ask) let_next_kernel_start();
   wait_for_previous_kernel();
   if (all_ask) let_next_kernel_start();
@@ -138,36 +149,29 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
     fill_unseen(p);
     return;
   }
-  const int guessed_page = page_of(p, index, guess);
-  Run run;
-  run.request = Request(p, index);
-  run.index = index, run.before = run.more = false;
-  run.take_heads(p, 0);
-  bool present; // the block under way has a page
-  auto ask = [&](const Run &run, int block, int page) {
-    present = !p.paged || (u32)page < (u32)p.pages;
-    if (!present) return;
-    const i64 at = p.paged ? page * p.k_page : ((i64)run.request.first_key + block * BLOCK_KEYS) * p.k_row;
-    const u64 policy = l2_evict_first();
-    const int last_seen = run.highest - block * BLOCK_KEYS - 1;
-    copy_keys(p, shared.keys[warp], p.k + run.kv_head * p.k_head + at, last_seen, policy, warp, lane);
-    if constexpr (SCALED)
-      copy_scales(p, shared.scales, run, block * BLOCK_KEYS + first_key_of(warp, lane), page, policy, lane);
-    commit_copies();
-  };
-  const bool more = run.request.queries > (int)p.tile_tokens.value; // tokens than promised: further tiles
+  // Reads in this order: those behind the keys of many thread blocks arrive after them.
+  const int page = page_of(p, index, first);
+  const Request::Words words(p, index, read_now);
+  QueryRows<COLUMNS> rows;
+  if (guessed && FEW) rows.load(p, run);
+  if (guessed) ask(run, first, guessed_page);
+  const Request request(p, words);
+  if (guessed && !(request == run.request && page == guessed_page)) {
+    guessed = false;
+    wait_for_copies<0>(); // to where others go
+  }
+  const bool more = request.queries > (int)p.tile_tokens.value; // tokens than promised: further tiles
   u32 tile = 0;
   do {
-    run.take_tokens(p, run.request, tile);
-    const int blocks = run.tokens > 0 ? Request::blocks(p, run.highest) : 0;
-    const RowShare share = ONE ? RowShare::one(slot, blocks) : RowShare::even(p, slot, blocks);
+    run.take_tokens(p, request, tile);
+    const RowShare share = share_of(run.tokens > 0 ? Request::blocks(p, run.highest) : 0);
     if (share.first >= share.last) continue;
     run.first = share.first, run.last = share.last;
     int block = share.first + team;
     const bool any = block < share.last;
-    if (any) ask(run, block, ONE || block == guess ? guessed_page : page_of(p, index, block));
-    QueryRows<COLUMNS> rows;
-    rows.load(p, run);
+    const bool anew = !guessed || tile > 0;
+    if (anew && any) ask(run, block, block == first ? page : page_of(p, index, block));
+    if (anew || !FEW) rows.load(p, run);
     if (tile > 0) __syncthreads(); // the tile before is done with what is written now
     if (threadIdx.x == 0) shared.run[0] = run;
     rows.store(p, run, shared);
@@ -202,15 +206,15 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
       give_scores(p, shared, same, turn, block, cells, p.reduce ? same.heads : 1);
     }
     if (!ONE || more) run = same;
-  } while ((!ONE || more) && ++tile < p.tile_tokens.quotient((u32)run.request.queries + p.tile_tokens.value - 1));
+  } while ((!ONE || more) && ++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1));
 }
 
-// Elsewhere than on 9.0, where they were counted, registers are taken to hold a quarter less.
+// Elsewhere than on 9.0, where they were counted, registers are taken to hold a third less, and half as many where keys are widened most.
 constexpr int room(int there) {
 #if __CUDA_ARCH__ == 900
   return there;
 #else
-  return there * 3 / 4;
+  return SCALED ? there / 2 : there * 2 / 3;
 #endif
 }
 

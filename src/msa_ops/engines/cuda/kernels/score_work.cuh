@@ -28,7 +28,8 @@ struct ScoreParams {
   int fill_shift, fill_splits; // log2 of the tokens side by side in a fill block; fill blocks that share their blocks
   int keys_stay;               // keys are read again soon: they stay in L2
   int row_blocks;              // most blocks of such a row
-  int early;                   // thread blocks that ask for their first keys before the previous kernel has ended
+  int early;                   // thread blocks that settle their first keys before the previous kernel has ended
+  int hinting;                 // and those that also ask L2 for them
   float factor;                // NVFP4: global scales known on the host
   float requests_per_worker;
 };
@@ -40,11 +41,22 @@ struct Request {
   int first_key;            // flat cache: row of position 0
   int position;             // of the first query
 
+  // What is read of it.
+  struct Words {
+    int begin, end, given, next, offset;
+
+    template <typename Read> DEVICE_MEMBER Words(const ScoreParams &p, int index, Read read) {
+      const int *const starts = p.query_starts + index * p.query_starts_step, *const at = p.lengths + index * p.lengths_step;
+      begin = read(starts), end = read(starts + p.query_starts_step), given = read(at);
+      next = p.paged ? 0 : read(at + p.lengths_step);
+      offset = p.q_offset ? read(p.q_offset + index * p.q_offset_step) : p.q_offset_int;
+    }
+  };
+
   Request() = default;
-  DEVICE_MEMBER Request(const ScoreParams &p, int index) {
-    const int *const starts = p.query_starts + index * p.query_starts_step, *const at = p.lengths + index * p.lengths_step;
-    const int begin = starts[0], end = starts[p.query_starts_step], given = at[0], next = p.paged ? 0 : at[p.lengths_step];
-    const int offset = p.q_offset ? p.q_offset[index * p.q_offset_step] : p.q_offset_int;
+  DEVICE_MEMBER Request(const ScoreParams &p, int index) : Request(p, Words(p, index, read_now)) {}
+  DEVICE_MEMBER Request(const ScoreParams &p, const Words &words) {
+    const int begin = words.begin, end = words.end, given = words.given, next = words.next, offset = words.offset;
     first_query = min(max(begin, 0), p.total_q);
     queries = min(max(end, first_query), p.total_q) - first_query;
     int keys = max(given, 0);
@@ -57,6 +69,11 @@ struct Request {
       first_key = given;
     }
     position = p.has_q_offset ? offset : keys - queries;
+  }
+
+  DEVICE_MEMBER bool operator==(const Request &other) const {
+    return first_query == other.first_query && queries == other.queries && length == other.length &&
+           first_key == other.first_key && position == other.position;
   }
 
   // Keys that its i-th query sees.
