@@ -56,12 +56,12 @@ def attention_calls() -> Iterator[Attention]:
             yield Attention(kv, 3, plan=f"{variant},1,0")
 
 
-def run_attention(device: torch.device, generator: torch.Generator, formats: list[str] | None) -> int:
-    """The number of wrong results. `formats`: of K and V; None: all."""
+def run_attention(
+    device: torch.device, generator: torch.Generator, formats: list[str] | None, first: int, last: int
+) -> int:
+    """The number of wrong results. `formats`: of K and V; None: all. Of their calls those from `first` to before `last`."""
     wrong = 0
-    for given in attention_calls():
-        if formats and given.kv not in formats:
-            continue
+    for given in [call for call in attention_calls() if not formats or call.kv in formats][first:last]:
         for name, value in (("MSA_OPS_PLAN", given.plan), ("MSA_OPS_COMBINE", given.combine)):
             os.environ.pop(name, None)
             if value:
@@ -118,6 +118,8 @@ def main() -> int:
     parser.add_argument("--every-lane", action="store_true", help="for racecheck: see above")
     formats = sorted({call.kv for call in attention_calls()})
     parser.add_argument("--kv", action="append", choices=formats, help="attention: this format alone; may be repeated")
+    parser.add_argument("--first", type=int, default=0, help="attention: leave out so many calls")
+    parser.add_argument("--last", type=int, default=1000, help="attention: end before this call")
     given = parser.parse_args()
     if given.every_lane:
         source = compiler.source
@@ -127,7 +129,10 @@ def main() -> int:
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(3)
     attention = given.what == "attention"
-    wrong = run_attention(device, generator, given.kv) if attention else run_selection(device, generator)
+    if attention:
+        wrong = run_attention(device, generator, given.kv, given.first, given.last)
+    else:
+        wrong = run_selection(device, generator)
     torch.cuda.synchronize()
     print(f"done, {wrong} wrong")
     return min(wrong, 1)

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from cases import INT32_MAX, INT32_MIN
-from msa_ops import msa_proxy_score, msa_sparse_decode_attention, msa_topk_select
+from msa_ops import (
+    msa_proxy_score,
+    msa_proxy_score_fp4,
+    msa_sparse_decode_attention,
+    msa_topk_select,
+    nvfp4_quantize,
+)
 from msa_ops.bench.inputs import Shape, make_calls, make_pool
 from msa_ops.bench.peers import ours
 from msa_ops.contract import BLOCK_SIZE, FP8, HEAD_DIM
@@ -270,3 +276,70 @@ def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs, mon
     assert bool(alone[:, : 16 * HEAD_DIM].isfinite().all()) and bool(alone[:, : 16 * HEAD_DIM].any())
     assert_stale_values_do_not_count(selected, runs(sequence), result, generator)
     assert torch.equal(result, alone)
+
+
+@pytest.mark.parametrize(
+    "keys, heads, tokens, batch, flat",
+    [
+        ("nvfp4", 4, 1, 1, False), ("nvfp4", 4, 1, 40, False), ("nvfp4", 4, 1, 20, True), ("nvfp4", 16, 1, 9, False),
+        ("fp8", 16, 1, 1, False), ("fp8", 4, 3, 40, False), ("fp8", 32, 1, 9, False), ("bf16", 16, 1, 40, False),
+        ("bf16", 4, 3, 20, True), ("bf16", 8, 4, 12, False), ("fp8", 8, 3, 12, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("promised", [True, False])
+@pytest.mark.parametrize("last", ["lengths", "queries"])
+def test_scores_of_other_forms(
+    keys: str, heads: int, tokens: int, batch: int, flat: bool, promised: bool, last: str, runs: Runs,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """NVFP4, of which a thread block has two blocks of keys; more query operands; more tokens than are promised, which a
+    thread block goes through in turn; flat caches. The kernels that begin early serve all of these."""
+    plans = plans_of_scores(monkeypatch)
+    generator = torch.Generator("cuda").manual_seed(0)
+    rows = LONGEST - 1
+    k = torch.randn(
+        (rows, 1, HEAD_DIM) if flat else (PAGES, 1, BLOCK_SIZE, HEAD_DIM), generator=generator, device="cuda"
+    )
+    q = torch.randn(batch * tokens, heads, HEAD_DIM, generator=generator, device="cuda")
+    lengths = torch.randint(tokens, CONTEXT + 1, (batch,), generator=generator, device="cuda").int()
+    starts = torch.arange(0, (batch + 1) * tokens, tokens, dtype=torch.int32, device="cuda")
+    selected = {
+        "lengths": Selected(ascending(1, batch + 1, rows, generator) if flat else lengths, LONGEST),
+        "queries": Selected(starts[None], LONGEST),
+    }
+    if not flat:
+        selected["pages"] = Selected(ascending(batch, WIDTH, PAGES, generator), PAGES)
+    blocks = -(-rows // BLOCK_SIZE) if flat else WIDTH
+    output = torch.empty(heads, blocks, batch * tokens, device="cuda")
+    if flat:
+        where = {"cu_seqlens_k": selected["lengths"].values[0]}
+    else:
+        where = {"page_table": selected["pages"].values, "seqused_k": selected["lengths"].values}
+    options = {**where, "max_seqlen_q": tokens if promised else 1, "max_k_tiles": blocks, "output": output}
+    if keys == "nvfp4":
+        (q4, q_scale), (k4, k_scale) = nvfp4_quantize(q, 448.0), nvfp4_quantize(k, 448.0)
+
+        def scores() -> None:
+            msa_proxy_score_fp4(q4, k4, q_scale, k_scale, 1 / 448, 1 / 448, selected["queries"].values[0], **options)
+    else:
+        dtype = FP8 if keys == "fp8" else torch.bfloat16
+        typed_q, typed_k = q.to(dtype), k.to(dtype)
+
+        def scores() -> None:
+            msa_proxy_score(typed_q, typed_k, selected["queries"].values[0], **options)
+
+    order = [s for name, s in selected.items() if name != last] + [selected[last]]
+
+    def sequence() -> None:
+        for s in order:
+            s.write()
+        scores()
+
+    sequence()
+    torch.cuda.synchronize()
+    assert plans and (not on_an_h200() or all(p.kind and p.early for p in plans))
+    scores()
+    alone = output.clone()
+    assert bool(alone.isfinite().any()) and not bool(alone.isnan().any())
+    assert_stale_values_do_not_count(selected, runs(sequence), output, generator)
+    assert torch.equal(output, alone)

@@ -104,14 +104,15 @@ def test_the_smallest_kernel_that_holds_a_row_is_taken(blocks: int, entry: str) 
 @pytest.mark.parametrize(
     "tokens, topk_, begin, end, clusters, taken",
     [
-        (4, 16, 0, 1, True, True), (5, 16, 0, 1, True, False), (4, 32, 0, 0, True, True), (4, 33, 0, 0, True, False),
-        (4, 33, 1, 0, True, True), (4, 128, 48, 48, True, True), (4, 16, 0, 1, False, False),
+        (4, 16, 0, 1, True, True), (5, 16, 0, 1, True, False), (4, 24, 0, 0, True, True), (4, 25, 0, 0, True, False),
+        (4, 25, 1, 0, True, True), (4, 128, 52, 52, True, True), (4, 16, 0, 1, False, False), (4, 17, 8, 8, True, True),
+        (4, 16, 8, 8, True, False),
     ],
 )  # fmt: skip
 def test_few_long_rows_are_clusters(
     tokens: int, topk_: int, begin: int, end: int, clusters: bool, taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 16 rows, from which lists hold all blocks that are wanted, where blocks of a row are neighbours or few tokens are."""
+    """At most 16 rows, not read by tokens, of which some blocks are to be found, not more than lists have room for."""
     facts = plan.DeviceFacts((9, 0) if clusters else (8, 9), 132, 227 << 10, 228 << 10)
     monkeypatch.setattr(topk, "device_facts", lambda index: facts)
     for score in (torch.zeros(4, tokens, 8192).transpose(1, 2), torch.zeros(4, 8192, tokens)):
@@ -179,11 +180,13 @@ def assert_same_ids(
         (0, 1 << 20) if 1024 < blocks <= 8192 else (topk.MOST_CLUSTERS,)
     ):  # a thread block's rows, and a cluster's
         got.fill_(-7)
-        before = topk.calls.total()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topk, "MOST_CLUSTERS", most)
+            patch.setattr(topk, "_LISTED", INT32_MAX)  # also what its lists do not hold, which it then searches
+            entry = topk.entry_of(score, topk_, begin, end, score.device.index)
+            before = topk.calls[entry]
             select_blocks(score, topk_, extent, got, begin, end)
-        assert topk.calls.total() == before + 1, "the kernel was not taken"
+        assert topk.calls[entry] == before + 1, "the kernel was not taken"
         wrong = (got.cpu() != want).any(-1).nonzero().tolist()
         assert not wrong, f"row {wrong[0]}: {got[tuple(wrong[0])].tolist()} instead of {want[tuple(wrong[0])].tolist()}"
     return got

@@ -142,7 +142,8 @@ def launch(
     function: Any, params: bytes, blocks: int, threads: int, *, device: int, shared: int = 0, cluster: int = 1
 ) -> None:
     """Launch on torch's current stream of `device`, the current one. Dependent launch from 9.0 on: the kernel must wait
-    (`wait_for_previous_kernel`) before it reads what others wrote, hints aside, and before it writes what they may read."""
+    (`wait_for_previous_kernel`) before it reads what others wrote, hints and guesses aside, and before it writes what they may
+    read."""
     ensure_context()
     block = ctypes.create_string_buffer(params, len(params))
     pointers = (ctypes.c_void_p * 1)(ctypes.addressof(block))

@@ -36,7 +36,7 @@ _SECTOR = 8  # scores
 _CLUSTER = 8  # thread blocks of a row that is a cluster's
 MOST_CLUSTERS = 16
 """Rows of a call that are clusters'; more are faster without."""
-_LISTED = 32  # blocks that lists hold
+_LISTED = 24  # blocks that are found among those that a list of 32 holds: as a rule some more reach its floor
 
 calls: Counter[str] = Counter()
 """Launches, by entry point."""
@@ -56,10 +56,11 @@ def entry_for(blocks: int, by_tokens: bool = False, by_cluster: bool = False) ->
 
 
 def entry_of(max_score: Tensor, topk: int, begin: int, end: int, device: int) -> str:
-    """The kernel of a call on that device. A few long rows are clusters', unless lists cannot hold the blocks they want."""
+    """The kernel of a call on that device. A few long rows are clusters', unless lists are too short for the blocks they want,
+    or all are forced: a cluster's search is slow."""
     heads, blocks, tokens = max_score.shape
     by_tokens = reads_by_tokens(max_score)
-    few = heads * tokens <= MOST_CLUSTERS and topk - begin - end <= _LISTED
+    few = heads * tokens <= MOST_CLUSTERS and 0 < topk - begin - end <= _LISTED
     return entry_for(blocks, by_tokens, few and not by_tokens and device_facts(device).has_clusters)
 
 

@@ -24,8 +24,8 @@ typedef long long i64;
 #define ALL_LANES 0xffffffffu
 #define NEG_INF (-__int_as_float(0x7f800000))
 
-// The previous kernel on the stream has finished and its writes are visible; nothing may be read or written before this, but
-// for hints (`prefetch_line`, `read_early`).
+// The previous kernel on the stream has finished and its writes are visible. Before this nothing may be written, and what is read
+// (`prefetch_line`, `read_early`) decides nothing that is not checked after it.
 DEVICE void wait_for_previous_kernel() {
 #ifdef HAS_CLUSTER
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -48,9 +48,9 @@ DEVICE void prefetch_bytes(const void *at, u32 bytes) {
 }
 #endif
 
-// A value as it is now, while the previous kernel may still be writing it: for hints alone. Where that kernel does write it,
-// something else may be read after the wait, and what was asked for was read in vain. Past the first-level cache, where it would
-// stay for the reads after the wait.
+// A value as it is now, while the previous kernel may still be writing it: for hints, and for guesses that are checked against
+// what is read after the wait. Where that kernel does write it, what was asked for was read in vain. Past the first-level cache,
+// where it would stay for the reads after the wait.
 DEVICE int read_early(const int *at) {
   int x;
   asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(x) : "l"(at));

@@ -102,7 +102,7 @@ DEVICE void prefetch_query(const ScoreParams &p, const Run &run, int lane) {
 
 // ONE: there is a thread block for each `TEAMS` blocks.
 template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
-  constexpr bool FEW = COLUMNS == 8 && !SCALED; // queries, which then wait in registers
+  constexpr bool FEW = !SCALED && COLUMNS <= (ROW_BYTES == 128 ? 16 : 8); // queries: they may wait in registers
   __shared__ RowShared<COLUMNS> shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp / TEAM;
   const bool fills = blockIdx.x < p.fill_blocks;
@@ -129,12 +129,17 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
   bool guessed = false;
 #ifdef HAS_CLUSTER
   if (number < (u32)p.early) {
-    run.take_tokens(p, Request(p, Request::Words(p, index, read_early)), 0);
+    const Request::Words words(p, index, read_early);
+    guessed_page = page_of(p, index, first, read_early);
+    run.take_tokens(p, Request(p, words), 0);
     const RowShare share = share_of(run.tokens > 0 ? Request::blocks(p, run.highest) : 0);
-    first = share.first + team, guessed = first < share.last;
-    if (guessed) {
+    if (!ONE && share.first + team != first) {
+      first = share.first + team;
       guessed_page = page_of(p, index, first, read_early);
-      if (warp == WARPS - 1) prefetch_query(p, run, lane);
+    }
+    guessed = first < share.last;
+    if (guessed) {
+      if (FEW && warp == WARPS - 1) prefetch_query(p, run, lane);
       if (number < (u32)p.hinting && threadIdx.x % TEAM_THREADS == 0) prefetch_keys(p, run, first, guessed_page);
     }
   }
@@ -160,7 +165,6 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
     guessed = false;
     wait_for_copies<0>(); // to where others go
   }
-  const bool more = request.queries > (int)p.tile_tokens.value; // tokens than promised: further tiles
   u32 tile = 0;
   do {
     run.take_tokens(p, request, tile);
@@ -205,8 +209,8 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
       const int cells = p.reduce ? same.tokens : same.tokens * same.heads;
       give_scores(p, shared, same, turn, block, cells, p.reduce ? same.heads : 1);
     }
-    if (!ONE || more) run = same;
-  } while ((!ONE || more) && ++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1));
+    run = same;
+  } while (++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1)); // one, but for more tokens than promised
 }
 
 // Elsewhere than on 9.0, where they were counted, registers are taken to hold a third less, and half as many where keys are widened most.
