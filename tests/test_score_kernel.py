@@ -52,8 +52,7 @@ def test_the_kernels_keep_to_their_registers_and_memory(capability: tuple[int, i
         for columns, resident in zip(score.COLUMNS, residents, strict=False):
             usage = kernels[f"msa_score_{kind}{columns}"]
             assert usage.stack == usage.spill_stores == usage.spill_loads == 0, (kind, columns, usage)
-            elsewhere = resident // 2 if name == "nvfp4" else resident * 2 // 3
-            held = resident if capability == (9, 0) or not rows else elsewhere
+            held = operands.held(resident, capability == (9, 0) or not rows)
             held -= capability == (10, 7) and columns == 64
             most = REGISTERS // QUARTERS // held // 32 // 8 * 8  # of four warps a block, each quarter has one
             assert usage.registers <= most, f"{held} blocks are not resident: {usage}"
@@ -315,6 +314,16 @@ def test_multiprocessors_with_little_shared_memory_keep_keys_in_registers() -> N
         ("bf16", 164 << 10, "one"), ("fp8", 164 << 10, "one"), ("bf16", 228 << 10, "one"),
     ):  # fmt: skip
         assert plan(operands=operands, shared=shared).kind == kind, (operands, shared)
+
+
+def test_fewer_thread_blocks_are_planned_with_where_registers_hold_fewer() -> None:
+    for operands, there, elsewhere in (("fp8", 8, 5), ("bf16", 6, 4), ("nvfp4", 6, 3)):
+        o = score.OPERANDS[operands]
+        assert (o.one[0], o.held(o.one[0], True), o.held(o.one[0], False)) == (there, there, elsewhere)
+        blocks = 3 * there * SMS // 2 * o.together  # as many as each has a thread block for
+        long = {"blocks": blocks, "key_blocks": blocks, "operands": operands, "blocks_innermost": True}
+        assert plan(**long).kind == "row" and plan(**{**long, "key_blocks": blocks - 2 * o.together}).kind == "one"
+        assert plan(**{**long, "key_blocks": blocks - 2 * o.together}, counted=False).kind == "row"
 
 
 @pytest.mark.parametrize(

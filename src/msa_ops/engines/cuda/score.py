@@ -68,6 +68,11 @@ class Operands:
         scales = 2 * _THREADS * 16 if self.keys == "nvfp4" else 0  # a lane has its own of two sets of keys
         return self.together * BLOCK_SIZE * self.row_bytes + scales + columns * (256 * self.query_parts + 52) + 512
 
+    def held(self, count: int, counted: bool) -> int:
+        """Thread blocks of a kernel for rows that a multiprocessor runs at once where 9.0 runs `count`, for which they were
+        `counted`: the rule is `room` of kernels/score_row.cu."""
+        return count if counted else count // 2 if self.keys == "nvfp4" else count * 2 // 3
+
     def program(self, rows: bool) -> programs.KernelProgram:
         """Their kernels for rows of blocks, or for all else."""
         kinds = {"one_": self.one, "row_": self.row} if rows else {"": self.stream}
@@ -164,12 +169,13 @@ def make_plan(
     operands: str,
     sms: int,
     shared: int,
+    counted: bool = True,
 ) -> ScorePlan:
     """The plan of a call whose result is not empty; a pure function.
 
     `blocks` are those of the result, `key_blocks` those that a request can have, `seqlen_q` bounds the tokens of a request
     (the plan serves more, too) and `blocks_innermost` tells that neighbouring blocks of the result are neighbours in memory.
-    `shared` bytes of shared memory has each of `sms` multiprocessors.
+    `shared` bytes of shared memory has each of `sms` multiprocessors. `counted`: they are 9.0's, whose registers were counted.
     """
     group = heads // kv_heads
     tokens = max(min(-(-total_q // max(batch, 1)) if seqlen_q is None else seqlen_q, total_q), 1)
@@ -196,7 +202,7 @@ def make_plan(
     # The kernels for rows need several thread blocks a multiprocessor: each waits for its keys.
     if one_row and batch and key_blocks and place < len(o.one) and 2 * room > o.one[place]:
         fit = {
-            kind: sms * min(room, most[place]) - min(fill_blocks, sms)
+            kind: sms * min(room, o.held(most[place], counted)) - min(fill_blocks, sms)
             for kind, most in (("one", o.one), ("row", o.row))
         }
         kind, parts = _row_parts(o, batch, key_blocks, fit["one"], fit["row"])
@@ -237,8 +243,10 @@ def _row_parts(o: Operands, batch: int, key_blocks: int, fit_one: int, fit_row: 
     return "row", -(-single // -(-single // parts))  # no more than the longest part asks for
 
 
-def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int, shared: int) -> ScorePlan:
-    """The plan of a problem on so many multiprocessors with so much shared memory each."""
+def plan_for(
+    p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int, shared: int, counted: bool = True
+) -> ScorePlan:
+    """The plan of a problem on so many multiprocessors with so much shared memory each; `counted`: see `make_plan`."""
     blocks = output.shape[1]
     room = -(-p.k.shape[0] // BLOCK_SIZE) if p.page_table is None else p.page_table.shape[1]
     return make_plan(
@@ -254,6 +262,7 @@ def plan_for(p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int, sh
         operands=operands_of(p.q.dtype, p.k.dtype),
         sms=sms,
         shared=shared,
+        counted=counted,
     )
 
 
@@ -309,7 +318,8 @@ def run(problem: ScoreProblem, seqlen_q: int | None, output: Tensor) -> None:
 
 def _run(problem: ScoreProblem, seqlen_q: int | None, output: Tensor, index: int) -> None:
     facts = device_facts(index)
-    plan = plan_for(problem, seqlen_q, output, facts.multiprocessors, facts.shared_per_multiprocessor)
+    counted = facts.capability == (9, 0)
+    plan = plan_for(problem, seqlen_q, output, facts.multiprocessors, facts.shared_per_multiprocessor, counted)
     program = PROGRAMS[operands_of(problem.q.dtype, problem.k.dtype), bool(plan.kind)]
     function = programs.functions(program, index)[plan.entry]
     programs.launch(function, pack(problem, plan, output), plan.fill_blocks + plan.workers, _THREADS, device=index)

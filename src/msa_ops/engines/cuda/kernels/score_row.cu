@@ -210,10 +210,12 @@ template <int COLUMNS, bool ONE> DEVICE void score_row(const ScoreParams &p) {
       give_scores(p, shared, same, turn, block, cells, p.reduce ? same.heads : 1);
     }
     run = same;
-  } while (++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1)); // one, but for more tokens than promised
+    // One tile, but where a request has more tokens than promised.
+  } while (++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1));
 }
 
-// Elsewhere than on 9.0, where they were counted, registers are taken to hold a third less, and half as many where keys are widened most.
+// Elsewhere than on 9.0, where they were counted, registers are taken to hold a third less; half as many where NVFP4 is widened.
+// score.py knows the rule (`Operands.held`).
 constexpr int room(int there) {
 #if __CUDA_ARCH__ == 900
   return there;
