@@ -72,6 +72,18 @@ def runs(request: pytest.FixtureRequest) -> Runs:
     return (lambda calls: calls) if request.param == "eager" else (lambda calls: captured(calls).replay)
 
 
+def written_before(call: Callable[[], object], selected: dict[str, Selected], last: str) -> Callable[[], None]:
+    """Writes all of `selected`, that of the name `last` in the end, and then calls."""
+    order = [s for name, s in selected.items() if name != last] + [selected[last]]
+
+    def sequence() -> None:
+        for s in order:
+            s.write()
+        call()
+
+    return sequence
+
+
 def assert_stale_values_do_not_count(
     selected: dict[str, Selected], run: Callable[[], object], result: Tensor, generator: torch.Generator
 ) -> None:
@@ -122,13 +134,7 @@ def test_attention_reads_what_the_kernel_before_wrote(
         call, q2k_indices=selected["ids"].values.transpose(0, 1), seqused_k=selected["lengths"].values,
         page_table=selected["pages"].values,
     )  # fmt: skip
-    order = [s for name, s in selected.items() if name != last] + [selected[last]]
-
-    def sequence() -> None:
-        for s in order:
-            s.write()
-        ours().run(call)
-
+    sequence = written_before(lambda: ours().run(call), selected, last)
     forget()
     sequence()
     torch.cuda.synchronize()
@@ -177,7 +183,7 @@ def test_scores_read_what_the_kernel_before_wrote(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """`apart`: keys do not lie side by side. `early`: thread blocks that settle early what to begin with, of which `hinting`
-    ask L2 for it."""
+    ask L2 for it where they do."""
     plans = plans_of_scores(monkeypatch)
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -193,7 +199,6 @@ def test_scores_read_what_the_kernel_before_wrote(
         "offsets": Selected(lengths - 1, LONGEST),
     }
     output = torch.empty(4, WIDTH, batch, device="cuda")
-    order = [s for name, s in selected.items() if name != last] + [selected[last]]
 
     def scores() -> None:
         msa_proxy_score(
@@ -201,11 +206,7 @@ def test_scores_read_what_the_kernel_before_wrote(
             max_seqlen_q=1, max_k_tiles=WIDTH, q_offset=selected["offsets"].values, output=output,
         )  # fmt: skip
 
-    def sequence() -> None:
-        for s in order:
-            s.write()
-        scores()
-
+    sequence = written_before(scores, selected, last)
     sequence()
     torch.cuda.synchronize()
     assert plans and {p.kind for p in plans} <= {"one", "row"}
@@ -244,7 +245,6 @@ def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs, mon
     ids, starts = selected["ids"].values.transpose(0, 1), selected["starts"].values[0]
     tokens = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
     result = torch.empty(batch, 16 * HEAD_DIM + 4 * blocks, device="cuda")
-    order = [s for name, s in selected.items() if name != last] + [selected[last]]
 
     def attend() -> None:
         out = msa_sparse_decode_attention(q, k, v, ids, cu_seqlens_k=starts)
@@ -255,14 +255,13 @@ def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs, mon
         found = msa_proxy_score(q[:, :4], index_k, tokens, starts, max_seqlen_q=1, max_k_tiles=blocks)
         result[:, 16 * HEAD_DIM :] = found.permute(2, 0, 1).reshape(batch, -1)
 
-    def sequence() -> None:
-        for s in order:
-            s.write()
+    def both() -> None:
         attend()
         selected["starts"].values.fill_(-5)
         selected["starts"].write()
         scores()
 
+    sequence = written_before(both, selected, last)
     sequence()
     torch.cuda.synchronize()
     attend()
@@ -279,17 +278,18 @@ def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs, mon
 
 
 @pytest.mark.parametrize(
-    "keys, heads, tokens, batch, flat",
+    "keys, heads, tokens, promised, batch, flat",
     [
-        ("nvfp4", 4, 1, 1, False), ("nvfp4", 4, 1, 40, False), ("nvfp4", 4, 1, 20, True), ("nvfp4", 16, 1, 9, False),
-        ("fp8", 16, 1, 1, False), ("fp8", 4, 3, 40, False), ("fp8", 32, 1, 9, False), ("bf16", 16, 1, 40, False),
-        ("bf16", 4, 3, 20, True), ("bf16", 8, 4, 12, False), ("fp8", 8, 3, 12, True),
+        ("nvfp4", 4, 1, 1, 1, False), ("nvfp4", 4, 1, 1, 40, False), ("nvfp4", 4, 1, 1, 20, True),
+        ("nvfp4", 16, 1, 1, 9, False), ("nvfp4", 4, 3, 1, 9, False), ("fp8", 16, 1, 1, 1, False), ("fp8", 4, 3, 3, 40, False),
+        ("fp8", 4, 3, 1, 40, False), ("fp8", 32, 1, 1, 9, False), ("fp8", 8, 3, 3, 12, True), ("fp8", 8, 3, 1, 12, True),
+        ("bf16", 16, 1, 1, 40, False), ("bf16", 4, 3, 3, 20, True), ("bf16", 4, 3, 1, 20, True), ("bf16", 8, 4, 4, 12, False),
+        ("bf16", 8, 4, 1, 12, False),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("promised", [True, False])
 @pytest.mark.parametrize("last", ["lengths", "queries"])
 def test_scores_of_other_forms(
-    keys: str, heads: int, tokens: int, batch: int, flat: bool, promised: bool, last: str, runs: Runs,
+    keys: str, heads: int, tokens: int, promised: int, batch: int, flat: bool, last: str, runs: Runs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """NVFP4, of which a thread block has two blocks of keys; more query operands; more tokens than are promised, which a
@@ -315,7 +315,7 @@ def test_scores_of_other_forms(
         where = {"cu_seqlens_k": selected["lengths"].values[0]}
     else:
         where = {"page_table": selected["pages"].values, "seqused_k": selected["lengths"].values}
-    options = {**where, "max_seqlen_q": tokens if promised else 1, "max_k_tiles": blocks, "output": output}
+    options = {**where, "max_seqlen_q": promised, "max_k_tiles": blocks, "output": output}
     if keys == "nvfp4":
         (q4, q_scale), (k4, k_scale) = nvfp4_quantize(q, 448.0), nvfp4_quantize(k, 448.0)
 
@@ -328,13 +328,7 @@ def test_scores_of_other_forms(
         def scores() -> None:
             msa_proxy_score(typed_q, typed_k, selected["queries"].values[0], **options)
 
-    order = [s for name, s in selected.items() if name != last] + [selected[last]]
-
-    def sequence() -> None:
-        for s in order:
-            s.write()
-        scores()
-
+    sequence = written_before(scores, selected, last)
     sequence()
     torch.cuda.synchronize()
     assert plans and (not on_an_h200() or all(p.kind and p.early for p in plans))

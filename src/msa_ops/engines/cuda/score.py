@@ -201,11 +201,9 @@ def make_plan(
     room = shared // (o.row_shared(columns) + SYSTEM_SHARED)
     # The kernels for rows need several thread blocks a multiprocessor: each waits for its keys.
     if one_row and batch and key_blocks and place < len(o.one) and 2 * room > o.one[place]:
-        fit = {
-            kind: sms * min(room, o.held(most[place], counted)) - min(fill_blocks, sms)
-            for kind, most in (("one", o.one), ("row", o.row))
-        }
-        kind, parts = _row_parts(o, batch, key_blocks, fit["one"], fit["row"])
+        fits = [sms * min(room, o.held(most[place], counted)) for most in (o.one, o.row)]
+        fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
+        kind, parts = _row_parts(o, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
         early = min(workers, _EARLY_BLOCKS * sms)
     else:
@@ -221,7 +219,8 @@ def make_plan(
 
 
 def _hinting_blocks(kind: str, workers: int, sms: int) -> int:
-    """Thread blocks that ask for keys early. More would ask again for what is under way (kernel-notes, "Asking before")."""
+    """Thread blocks that ask L2 for keys before the wait. More would ask again for what is under way (kernel-notes, "Asking
+    before")."""
     if not kind:
         return 0
     return workers if kind == "one" and workers <= _HINTING_BLOCKS * sms else min(workers, sms)

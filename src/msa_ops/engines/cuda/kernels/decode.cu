@@ -85,11 +85,8 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
     Selection selection(p, item);
     if (index == first) {
       keep(selection.lengths), keep(selection.ids), keep(selection.table);
-      // Where many blocks share few items, what starts early takes their place: kernel-notes, "What an early start costs".
-      const bool late = SCALED && p.combine == COMBINE_CLUSTER;
-      if (!late) let_next_kernel_start();
+      let_next_kernel_start();
       wait_for_previous_kernel();
-      if (late) let_next_kernel_start();
     }
     selection.load(p, lane);
     constexpr int PER_BLOCK = BLOCK_KEYS / TILE;

@@ -88,7 +88,7 @@ DEVICE const u8 *first_key(const ScoreParams &p, const Run &run, int block, int 
   return p.k + run.kv_head * p.k_head + from;
 }
 
-// Asks L2 for a block of keys, by one thread, or for the first token's queries, by a warp. Hints, by what is
+// Asks L2 for a block of keys that lie side by side, by one thread, or for the first token's queries, by a warp. Hints, by what is
 // known before the wait.
 DEVICE void prefetch_keys(const ScoreParams &p, const Run &run, int block, int page) {
 #ifdef HAS_CLUSTER

@@ -7,7 +7,7 @@
 // many reach the floor because they are equal, a search by digits finds the cut instead.
 //
 // Up to 256 blocks a row is one warp's, with its scores in registers. Longer rows are a thread block's; up to 1,024 blocks each of its
-// warps narrows its part in this way, and the first one what they list.
+// warps narrows its part in this way, and the first one what they list. A few rows of up to 8,192 blocks are clusters' from 9.0 on.
 // Strides are elements. topk.py packs the same fields in the same order.
 struct TopkParams {
   const float *score;

@@ -1,5 +1,5 @@
-// Selection where a row is a cluster's: each of its thread blocks narrows an eighth of the row to a list as those of shorter rows do,
-// and the first one the lists to the result.
+// Selection where a row is a cluster's: each of its thread blocks narrows an eighth of the row to a list, as those of shorter rows
+// do, and the first one the lists to the result.
 constexpr int PEERS = 8; // thread blocks of a cluster
 
 struct ClusterShared {
