@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -79,29 +80,41 @@ def run_attention(
 
 
 def run_selection(device: torch.device, generator: torch.Generator) -> int:
-    """The number of wrong selections; scores have no check here."""
+    """The number of wrong selections, and of scores that depend on what stood where a selection writes their lengths."""
 
     def integers(*values: int) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
+    wrong = 0
     chosen = score._row_parts
     for way in (chosen, lambda *_: ("row", 3)):
         score._row_parts = way
         score.make_plan.cache_clear()
-        for dtype in (torch.bfloat16, torch.float8_e4m3fn):
-            k = torch.randn((70, 1, 128, 128), device=device, generator=generator).to(dtype)
-            for lengths, seqlen_q in (((2000,), 1), ((1000, 5, 0, 2048), 1), ((300, 2048), 5)):
-                batch = len(lengths)
-                q = torch.randn((batch * seqlen_q, 4, 128), device=device, generator=generator).bfloat16()
-                table = torch.randint(70, (batch, 16), dtype=torch.int32, device=device, generator=generator)
-                starts = integers(*range(0, (batch + 1) * seqlen_q, seqlen_q))
+        for lengths, seqlen_q in (((2000,), 1), ((1000, 5, 0, 2048), 1), ((300, 2048), 5)):
+            batch = len(lengths)
+            q = torch.randn((batch * seqlen_q, 4, 128), device=device, generator=generator).bfloat16()
+            k = torch.randn((70, 1, 128, 128), device=device, generator=generator).bfloat16()
+            k8 = k.to(torch.float8_e4m3fn)
+            (q4, q_scale), (k4, k_scale) = (msa_ops.nvfp4_quantize(x, 448.0) for x in (q, k))
+            starts, given = integers(*range(0, (batch + 1) * seqlen_q, seqlen_q)), integers(*lengths)
+            options = {
+                "page_table": torch.randint(70, (batch, 16), dtype=torch.int32, device=device, generator=generator),
+                "seqused_k": given.clone(), "max_seqlen_q": seqlen_q, "max_k_tiles": 16,
+            }  # fmt: skip
+            ones = torch.full((1, 2049, batch), -1.0, device=device)  # of which a selection makes the lengths
+            ones[0, given.long(), torch.arange(batch, device=device)] = 1.0
+            for scores in (
+                partial(msa_ops.msa_proxy_score, q, k, starts, **options),
+                partial(msa_ops.msa_proxy_score, q, k8, starts, **options),
+                partial(msa_ops.msa_proxy_score_fp4, q4, k4, q_scale, k_scale, 1 / 448, 1 / 448, starts, **options),
+            ):
                 for reduced in (False, True):
-                    msa_ops.msa_proxy_score(
-                        q, k, starts, page_table=table, seqused_k=integers(*lengths), max_seqlen_q=seqlen_q,
-                        max_k_tiles=16, reduce_heads=reduced,
-                    )  # fmt: skip
+                    want = scores(reduce_heads=reduced)
+                    for stale in (0, 2**31 - 1):
+                        options["seqused_k"].fill_(stale)
+                        msa_ops.msa_topk_select(ones, 1, output=options["seqused_k"].view(batch, 1, 1))
+                        wrong += not torch.equal(scores(reduce_heads=reduced), want)
     score._row_parts = chosen
-    wrong = 0
     for blocks in (40, 64, 200, 256, 1000, 5000, 20000):
         for tokens in (1, 9):
             scores = torch.randn((4, blocks, tokens), device=device, generator=generator)

@@ -8,6 +8,7 @@ import itertools
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 import sanitize
 from msa_ops.contract import BLOCK_SIZE, KVFormat
@@ -356,6 +357,11 @@ def test_a_forced_plan_of_more_than_a_launch_is_refused() -> None:
     many = dataclasses.replace(shape(tokens=2**29, kv_heads=1), override=(1, 4, 128, 3, 2, 4, 0))
     with pytest.raises(ValueError, match=r"2147483648 shares of items are more than one launch can serve"):
         planned(many, DeviceFacts.of_capability((9, 0)))
+
+
+def test_what_the_sanitizer_selects_and_scores_is_right_on_the_cpu() -> None:
+    """Arguments and checks of the calls that need a GPU to be of use."""
+    assert sanitize.run_selection(torch.device("cpu"), torch.Generator().manual_seed(3)) == 0
 
 
 def test_the_plans_that_the_sanitizer_runs_exist() -> None:
