@@ -326,15 +326,9 @@ def test_fewer_thread_blocks_are_planned_with_where_registers_hold_fewer() -> No
         assert plan(**{**long, "key_blocks": blocks - 2 * o.together}, counted=False).kind == "row"
     # Those that fill take places from them, but leave half.
     for heads, batch, held in ((16, 64, 2), (32, 64, 1), (16, 128, 2)):
-        many = {
-            "heads": heads,
-            "batch": batch,
-            "total_q": batch,
-            "blocks": 8192,
-            "key_blocks": 8192,
-            "operands": "nvfp4",
-        }
-        p = plan(**many, counted=False, sms=148)
+        p = plan(
+            heads=heads, batch=batch, total_q=batch, blocks=8192, key_blocks=8192, operands="nvfp4", counted=False, sms=148
+        )  # fmt: skip
         assert p.kind == "row" and p.workers >= held * 148 // 2 - batch
 
 

@@ -176,9 +176,8 @@ def assert_same_ids(
     elif isinstance(extent, Tensor):
         extent = to_gpu(extent)
     score = to_gpu(score)
-    for most in (
-        (0, 1 << 20) if 1024 < blocks <= 8192 else (topk.MOST_CLUSTERS,)
-    ):  # a thread block's rows, and a cluster's
+    ways = (0, 1 << 20) if 1024 < blocks <= 8192 else (topk.MOST_CLUSTERS,)  # a thread block's rows, and a cluster's
+    for most in ways:
         got.fill_(-7)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(topk, "MOST_CLUSTERS", most)

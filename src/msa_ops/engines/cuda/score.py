@@ -32,10 +32,10 @@ _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
 _MOST_WAVES = 4
-_EARLY_BLOCKS = 3  # thread blocks a multiprocessor that settle early what to begin with
-_HINTING_BLOCKS = (
-    2  # thread blocks a multiprocessor, of one block of keys each, up to which all ask L2 early; else one does
-)
+# Thread blocks a multiprocessor that settle early what to begin with; and up to how many, of one block of keys each, all ask L2
+# for it. Of more, one does.
+_EARLY_BLOCKS = 3
+_HINTING_BLOCKS = 2
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
 
