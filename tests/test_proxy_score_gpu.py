@@ -278,8 +278,8 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     """How decoding steps are scored: a thread block for each block of keys, or so many for each request, whatever its size."""
     kind, _, parts = request.param.partition("-")
 
-    def forced(operands: score.Operands, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:
-        single = -(-key_blocks // operands.together)
+    def forced(operands: score.Operands, columns: int, batch: int, key_blocks: int, *_: int) -> tuple[str, int]:
+        single = -(-key_blocks // operands.at_once(kind, columns))
         return kind, min(int(parts or single), single)
 
     monkeypatch.setattr(score, "_row_parts", forced)

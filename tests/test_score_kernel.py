@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from typing import Any
 
@@ -11,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import nvfp4_bytes
 from msa_ops.contract import BLOCK_SIZE, FP8
 from msa_ops.engines.cuda import compile as compiler
 from msa_ops.engines.cuda import programs, score, topk
@@ -49,7 +51,7 @@ def test_the_kernels_keep_to_their_registers_and_memory(capability: tuple[int, i
     assert set(kernels) == set(program.entries)
     assert len(kernels) == sum(map(len, rooms.values()))
     for kind, residents in rooms.items():
-        for columns, resident in zip(score.COLUMNS, residents, strict=False):
+        for columns, resident in zip(operands.row_columns if rows else score.COLUMNS, residents, strict=True):
             usage = kernels[f"msa_score_{kind}{columns}"]
             assert usage.stack == usage.spill_stores == usage.spill_loads == 0, (kind, columns, usage)
             held = operands.held(resident, capability == (9, 0) or not rows)
@@ -59,7 +61,8 @@ def test_the_kernels_keep_to_their_registers_and_memory(capability: tuple[int, i
             if rows:  # what 9.0 has; elsewhere fewer may be resident
                 assert (usage.shared + 1024) * resident <= 228 << 10, (kind, columns, usage)
                 assert usage.shared <= 48 << 10, (kind, columns, usage)
-                assert operands.row_shared(columns) - 1024 <= usage.shared <= operands.row_shared(columns), usage
+                most_shared = operands.row_shared(kind.rstrip("_"), columns)
+                assert most_shared - 1024 <= usage.shared <= most_shared, (kind, columns, usage)
             else:  # what 8.6, 8.9 and 12.x have; two operands a query take twice the room: there a block less is resident
                 assert usage.shared * (resident if name != "bf16-fp16q" else 2) <= 99 << 10, (columns, usage)
 
@@ -84,8 +87,11 @@ def test_python_and_the_kernel_name_the_same_things() -> None:
         for rows in (False, True):
             source = compiler.source(score.PROGRAMS[name, rows].sources)
             kinds = ("ONE_", "ROW_") if rows else ("",)
-            for columns in score.COLUMNS[: len(operands.row if rows else operands.stream)]:
-                assert f"({columns})" in source and all(f"ROOM_{kind}##COLUMNS" in source for kind in kinds)
+            for columns in operands.row_columns if rows else score.COLUMNS:
+                if columns == score.CODE_COLUMNS:
+                    assert all(f"ROOM_{kind}4, 4" in source for kind in kinds)
+                else:
+                    assert f"({columns})" in source and all(f"ROOM_{kind}##COLUMNS" in source for kind in kinds)
 
 
 @pytest.mark.parametrize("name", score.OPERANDS)
@@ -208,7 +214,7 @@ def test_tokens_too_far_apart_are_refused() -> None:
 def plan(**changes: Any) -> score.ScorePlan:
     shape: dict[str, Any] = {
         "total_q": 1, "batch": 1, "heads": 4, "kv_heads": 1, "blocks": 64, "key_blocks": 64, "seqlen_q": 1,
-        "reduce_heads": False, "blocks_innermost": False, "operands": "bf16", "sms": SMS, "shared": SHARED,
+        "reduce_heads": False, "blocks_innermost": False, "paged": True, "operands": "bf16", "sms": SMS, "shared": SHARED,
     }  # fmt: skip
     return score.make_plan(**{**shape, **changes})
 
@@ -278,7 +284,7 @@ def test_where_each_block_of_keys_has_a_thread_block(operands: str) -> None:
         p = plan(**{"blocks": blocks, "key_blocks": blocks, "operands": operands, "blocks_innermost": True, **changes})
         return p.kind, p.parts
 
-    assert len(o.one) == len(o.row) <= len(o.stream) == len(score.COLUMNS)
+    assert len(o.one) == len(o.row) == len(o.row_columns) and len(o.stream) == len(score.COLUMNS)
     assert kind(64) == ("one", 64 // o.together)
     assert kind(1) == ("one", 1)
     assert kind(most // 16, batch=16, total_q=16)[0] == "one"
@@ -307,6 +313,47 @@ def test_thread_blocks_that_settle_early_what_to_begin_with_and_ask_l2_for_it() 
         assert (p.early, p.hinting) == (early, hinting), changes
 
 
+def test_codes_are_multiplied_for_up_to_four_token_head_pairs_of_a_paged_cache() -> None:
+    """Where thread blocks share rows a warp has a block of keys, and as many as fit settle early what to begin with."""
+    long = {"operands": "nvfp4", "batch": 64, "total_q": 64, "blocks": 8192, "key_blocks": 8192}
+    for changes, columns in (
+        ({}, 4), ({"heads": 1, "seqlen_q": 4, "total_q": 256}, 4), ({"heads": 3}, 4), ({"heads": 5}, 8),
+        ({"seqlen_q": 2, "total_q": 128}, 8), ({"paged": False}, 8), ({"operands": "fp8"}, 8), ({"reduce_heads": True}, 4),
+    ):  # fmt: skip
+        p = plan(**{**long, **changes})
+        assert (p.kind, p.columns, p.early) == ("row", columns, (4 if columns == 4 else 3) * SMS), changes
+        assert p.tile_tokens == columns // changes.get("heads", 4) and p.tile_heads == changes.get("heads", 4)
+    o = score.OPERANDS["nvfp4"]
+    assert [o.at_once(kind, n) for kind in ("one", "row") for n in (4, 8)] == [2, 2, 4, 2]
+    assert plan(operands="nvfp4").entry == "msa_score_one_4" and plan(operands="nvfp4").parts == 32
+    assert plan(operands="nvfp4", heads=8, kv_heads=2).entry == "msa_score_8"  # not a row of blocks for each request
+
+
+def test_bytes_that_codes_choose_add_up_to_twice_their_values() -> None:
+    """By the definition of a byte permutation: the low three bits of a place's selector choose one of eight bytes, and with the
+    fourth the result is that byte's sign bit, eight times."""
+    source = compiler.source(score.PROGRAMS["nvfp4", True].sources)
+
+    def table(name: str) -> bytes:
+        low, high = re.findall(rf"Bytes {name} = {{0x(\w+)u, 0x(\w+)u}};", source)[0]
+        return int(low, 16).to_bytes(4, "little") + int(high, 16).to_bytes(4, "little")
+
+    def chosen(data: bytes, code: int) -> int:
+        byte = data[code & 7]
+        byte = (0xFF if byte & 0x80 else 0) if code & 8 else byte
+        return byte - 256 if byte & 0x80 else byte
+
+    positive, negative = table("POSITIVE"), table("NEGATIVE")
+    for code, value in enumerate(nvfp4_bytes.E2M1.tolist()):
+        parts = chosen(positive, code), chosen(negative, code ^ 8)
+        assert sum(parts) == 2 * value, code
+        assert all(-128 <= x <= 127 for x in parts)
+    (start,), (as_float,) = re.findall(r" START = 0x(\w+)u", source), re.findall(r" START_FLOAT = (\d+)\.f", source)
+    assert struct.unpack("f", int(start, 16).to_bytes(4, "little"))[0] == int(as_float) == 3 << 22
+    most = 16 * 12 * (12 + 1)  # of a group's partial sums: none takes the float past where its steps are 1
+    assert int(as_float) - most >= 1 << 23 and int(as_float) + most < 1 << 24
+
+
 def test_multiprocessors_with_little_shared_memory_keep_keys_in_registers() -> None:
     """bf16 keys on 8.6, 8.9 and 12.x, where two thread blocks would fit."""
     for operands, shared, kind in (
@@ -317,7 +364,7 @@ def test_multiprocessors_with_little_shared_memory_keep_keys_in_registers() -> N
 
 
 def test_fewer_thread_blocks_are_planned_with_where_registers_hold_fewer() -> None:
-    for operands, there, elsewhere in (("fp8", 8, 5), ("bf16", 6, 4), ("nvfp4", 6, 3)):
+    for operands, there, elsewhere in (("fp8", 8, 5), ("bf16", 6, 4), ("nvfp4", 4, 2)):
         o = score.OPERANDS[operands]
         assert (o.one[0], o.held(o.one[0], True), o.held(o.one[0], False)) == (there, there, elsewhere)
         blocks = 3 * there * SMS // 2 * o.together  # as many as each has a thread block for
@@ -337,7 +384,7 @@ def test_fewer_thread_blocks_are_planned_with_where_registers_hold_fewer() -> No
     [
         ("fp8", 8, 32768, 128), ("fp8", 64, 8192, 32), ("fp8", 16, 32768, 128), ("fp8", 1, 1 << 20, 2048),
         ("fp8", 256, 8192, 16), ("fp8", 16, 131072, 256), ("bf16", 64, 8192, 32), ("bf16", 1, 1 << 20, 2731),
-        ("bf16", 16, 131072, 171), ("nvfp4", 64, 8192, 16), ("nvfp4", 64, 131072, 47),
+        ("bf16", 16, 131072, 171), ("nvfp4", 64, 8192, 8), ("nvfp4", 64, 131072, 32),
     ],
 )  # fmt: skip
 def test_parts_of_an_h200(operands: str, batch: int, context: int, parts: int) -> None:
@@ -355,7 +402,7 @@ def test_parts_of_a_row(operands: str, batch: int, blocks: int, sms: int) -> Non
     the longest part to be as short as it is; and nearly all that fit have work, where there is enough."""
     o = score.OPERANDS[operands]
     p = plan(batch=batch, total_q=batch, blocks=blocks, key_blocks=blocks, operands=operands, sms=sms)
-    single, fit = -(-blocks // o.together), sms * o.row[0]
+    single, fit = -(-blocks // o.at_once(p.kind, p.columns)), sms * o.row[0]
     assert 1 <= p.parts <= single
     if p.kind == "one":
         assert p.parts == single

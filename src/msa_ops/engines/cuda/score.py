@@ -25,16 +25,20 @@ if TYPE_CHECKING:
 
 COLUMNS = (8, 16, 32, 64)
 """(token, head) pairs that meet the keys together, by entry point."""
+CODE_COLUMNS = 4
+"""Those of the kernels for rows of NVFP4 keys that multiply codes: kernels/score_codes.cuh."""
 _PARAMS = struct.Struct("11Q12q12I24i2f")  # struct ScoreParams of kernels/score_work.cuh
 _THREADS = 128
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
+_CODE_PART_BYTES = 1 << 17  # and of NVFP4 keys for few queries
 _MOST_WAVES = 4
 # Thread blocks a multiprocessor that settle early what to begin with; and up to how many, of one block of keys each, all ask L2
 # for it. Of more, one does.
 _EARLY_BLOCKS = 3
+_EARLY_ROW_CODES = 4  # those that multiply codes, as many as fit, where they share rows
 _HINTING_BLOCKS = 2
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
@@ -53,9 +57,11 @@ class Operands:
     row_bytes: int
     """Of a key."""
     together: int = 1
-    """Blocks of keys that a thread block scores at once."""
+    """Blocks of keys that a thread block scores at once, but for `at_once`."""
     query_parts: int = 1
     """Operands whose sum is a query."""
+    row_columns: tuple[int, ...] = (8, 16, 32)
+    """Those of the kernels for rows."""
     one: tuple[int, ...] = (6, 4, 3)
     """Thread blocks of the kernels with a thread block for each `together` blocks of keys."""
     row: tuple[int, ...] = (6, 5, 3)
@@ -63,10 +69,15 @@ class Operands:
     stream: tuple[int, ...] = (4, 3, 3, 3)
     """Thread blocks of the kernels for all else."""
 
-    def row_shared(self, columns: int) -> int:
+    def at_once(self, kind: str, columns: int) -> int:
+        """Blocks of keys that a thread block of the kernels for rows scores at once: `Row` of kernels/score_row.cu."""
+        return 4 if kind == "row" and columns == CODE_COLUMNS else self.together
+
+    def row_shared(self, kind: str, columns: int) -> int:
         """Shared memory of a thread block of the kernels for rows, to within a few hundred bytes, in bytes."""
-        scales = 2 * _THREADS * 16 if self.keys == "nvfp4" else 0  # a lane has its own of two sets of keys
-        return self.together * BLOCK_SIZE * self.row_bytes + scales + columns * (256 * self.query_parts + 52) + 512
+        key_bytes = self.row_bytes + (8 if self.keys == "nvfp4" else 0)  # with its scales
+        keys = self.at_once(kind, columns) * BLOCK_SIZE * key_bytes
+        return keys + columns * (256 * self.query_parts + 52) + 512
 
     def held(self, count: int, counted: bool) -> int:
         """Thread blocks of a kernel for rows that a multiprocessor runs at once where 9.0 runs `count`, for which they were
@@ -76,10 +87,11 @@ class Operands:
     def program(self, rows: bool) -> programs.KernelProgram:
         """Their kernels for rows of blocks, or for all else."""
         kinds = {"one_": self.one, "row_": self.row} if rows else {"": self.stream}
+        widths = self.row_columns if rows else COLUMNS
         entries = {
             f"msa_score_{kind}{columns}": n
             for kind, counts in kinds.items()
-            for columns, n in zip(COLUMNS, counts, strict=False)
+            for columns, n in zip(widths, counts, strict=True)
         }
         return programs.KernelProgram(
             f"score-{self.keys}{'-fp16q' * (self.query_parts > 1)}{'-row' * rows}",
@@ -89,6 +101,8 @@ class Operands:
                 "widen.cuh",
                 "score_work.cuh",
                 "score_parts.cuh",
+                *(("score_copy.cuh",) if rows else ()),
+                *(("score_codes.cuh",) if rows and CODE_COLUMNS in self.row_columns else ()),
                 "score_row.cu" if rows else "score.cu",
             ),
             tuple(entries),
@@ -106,10 +120,12 @@ OPERANDS = {
     "bf16": Operands("bf16", 256),
     "fp16": Operands("fp16", 256),
     "fp8": Operands("fp8", 128, one=(8, 5, 3), row=(8, 5, 3)),
-    "nvfp4": Operands("nvfp4", 64, together=2, one=(6, 4, 2), row=(6, 3, 2)),
+    "nvfp4": Operands(
+        "nvfp4", 64, together=2, row_columns=(CODE_COLUMNS, 8, 16, 32), one=(4, 6, 4, 2), row=(4, 6, 3, 2)
+    ),
     # fp16 queries of bf16 keys are the sum of two bf16 operands. Those of 32 columns and a block of keys are more than
     # a kernel can have without asking.
-    "bf16-fp16q": Operands("bf16", 256, query_parts=2, one=(5, 4), row=(5, 4)),
+    "bf16-fp16q": Operands("bf16", 256, query_parts=2, row_columns=(8, 16), one=(5, 4), row=(5, 4)),
 }
 PROGRAMS = {(name, rows): operands.program(rows) for name, operands in OPERANDS.items() for rows in (False, True)}
 """By operands, and whether a request has a row of blocks."""
@@ -166,6 +182,7 @@ def make_plan(
     seqlen_q: int | None,
     reduce_heads: bool,
     blocks_innermost: bool,
+    paged: bool,
     operands: str,
     sms: int,
     shared: int,
@@ -196,18 +213,22 @@ def make_plan(
     grain = max((most // _MAX_WORK).bit_length(), 0)
     keys_stay = tokens > tile_tokens or head_tiles > 1
     kind, workers, parts, early = "", 0, 0, 0
-    place, o = COLUMNS.index(columns), OPERANDS[operands]
+    o = OPERANDS[operands]
     one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
-    room = shared // (o.row_shared(columns) + SYSTEM_SHARED)
+    # The kernels that multiply codes are for paged caches.
+    row_columns = next((n for n in o.row_columns if group * tokens <= n and (paged or n != CODE_COLUMNS)), 0)
+    place = o.row_columns.index(row_columns) if row_columns else 0
+    room_one, room_row = (shared // (o.row_shared(kind, row_columns) + SYSTEM_SHARED) for kind in ("one", "row"))
     # The kernels for rows need several thread blocks a multiprocessor: each waits for its keys.
-    if one_row and batch and key_blocks and place < len(o.one) and 2 * room > o.one[place]:
-        fits = [sms * min(room, o.held(most[place], counted)) for most in (o.one, o.row)]
+    if one_row and batch and key_blocks and row_columns and 2 * room_one > o.one[place]:
+        columns, tile_tokens = row_columns, row_columns // group
+        fits = [sms * min(room, o.held(most[place], counted)) for room, most in ((room_one, o.one), (room_row, o.row))]
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
-        kind, parts = _row_parts(o, batch, key_blocks, fit_one, fit_row)
+        kind, parts = _row_parts(o, columns, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
-        early = min(workers, _EARLY_BLOCKS * sms)
+        early = min(workers, (_EARLY_ROW_CODES if kind == "row" and columns == CODE_COLUMNS else _EARLY_BLOCKS) * sms)
     else:
-        slots = sms * o.stream[place]
+        slots = sms * o.stream[COLUMNS.index(columns)]
         slots -= min(fill_blocks, slots // 16)
         workers = min(tiles * key_blocks, slots)
         if tiles and workers // tiles * tiles * 4 >= 3 * workers:
@@ -226,18 +247,22 @@ def _hinting_blocks(kind: str, workers: int, sms: int) -> int:
     return workers if kind == "one" and workers <= _HINTING_BLOCKS * sms else min(workers, sms)
 
 
-def _row_parts(o: Operands, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:
+def _row_parts(o: Operands, columns: int, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:
     """Which kernel scores a row of blocks for each of `batch` requests, and with how many thread blocks for each, where so
     many of either kernel fit at once."""
-    single = -(-key_blocks // o.together)
+    single = -(-key_blocks // o.at_once("one", columns))
     if 2 * batch * single <= 3 * fit_one:
         return "one", single
     # Parts long enough to be worth their start. More of them than fit at once even out the end, and leave room early for the
     # kernel that selects; but requests may be shorter than they can be, and thread blocks with nothing to do are not free.
-    size = batch * key_blocks * o.row_bytes * BLOCK_SIZE
-    wanted = size // _PART_BYTES
+    single = -(-key_blocks // o.at_once("row", columns))
+    size, part = (
+        batch * key_blocks * o.row_bytes * BLOCK_SIZE,
+        _CODE_PART_BYTES if columns == CODE_COLUMNS else _PART_BYTES,
+    )
+    wanted = size // part
     if 2 * wanted < 3 * fit_row:
-        wanted = max(size // (_PART_BYTES // 2), fit_row)
+        wanted = max(size // (part // 2), fit_row)
     parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, single), 1)
     return "row", -(-single // -(-single // parts))  # no more than the longest part asks for
 
@@ -258,6 +283,7 @@ def plan_for(
         seqlen_q=seqlen_q,
         reduce_heads=p.reduce_heads,
         blocks_innermost=output.stride(1) < output.stride(2),
+        paged=p.page_table is not None,
         operands=operands_of(p.q.dtype, p.k.dtype),
         sms=sms,
         shared=shared,

@@ -109,11 +109,6 @@ template <int HALF> DEVICE u32 multiply_fp16_by(u32 a, u32 b) {
 }
 
 // --- matrix fragments -------------------------------------------------------------------------------------------------
-DEVICE void load_matrices(u32 address, u32 (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
-}
 DEVICE void load_matrices_transposed(u32 address, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])

@@ -111,3 +111,10 @@ DEVICE u32 multiply_fp16(u32 a, u32 b) {
 
 // 2^e as a float, for -126 <= e <= 127.
 DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
+
+// Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
+DEVICE void load_matrices(u32 address, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}

@@ -27,6 +27,12 @@ template <int BYTES> DEVICE void copy_async(void *to, const void *from, u64 poli
     asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %3, %2;" ::"r"(at), "l"(from), "l"(policy), "n"(BYTES) : "memory");
 }
 
+// The same of 16 bytes without a word on how long L2 keeps them, which takes registers, to an address in shared memory.
+DEVICE u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+DEVICE void copy_async(u32 to, const void *from) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // For all but the last `LEFT` groups of this thread's copies.

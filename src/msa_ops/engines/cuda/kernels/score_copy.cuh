@@ -1,0 +1,113 @@
+// Keys of decoding steps on their way through shared memory: who copies which, and where they lie there.
+
+DEVICE bool has_page(const ScoreParams &p, int page) { return !p.paged || (u32)page < (u32)p.pages; }
+
+// Where the keys of a block start.
+DEVICE const u8 *first_key(const ScoreParams &p, const Run &run, int block, int page) {
+  const i64 from = p.paged ? page * p.k_page : ((i64)run.request.first_key + block * BLOCK_KEYS) * p.k_row;
+  return p.k + run.kv_head * p.k_head + from;
+}
+
+// How a block of keys is shared: by a team of so many warps.
+template <int N> struct Team {
+  static constexpr int WARPS_EACH = N, COUNT = WARPS / N, THREADS_EACH = 32 * N;
+  // What a warp has of a block: sets of 32 keys; so many keys of each 32.
+  static constexpr int SETS = 4 / N, KEYS = 32 * SETS, GROUP = 8 * SETS;
+  typedef uint4 Keys[KEYS][ROW_BYTES / 16];
+  typedef uint4 Scales[2][GROUP]; // NVFP4: the first or last 64 dims of four keys, 32 apart
+};
+
+template <int COLUMNS, typename T> struct RowShared : Shared<COLUMNS> {
+  alignas(128) typename T::Keys keys[WARPS];
+  typename T::Scales scales[SCALED ? WARPS : 1];
+};
+
+// Where 16 bytes of a key lie. The eight lanes that read together have half of the words of two neighbours, or, of NVFP4 keys, the
+// same 16 bytes of eight.
+DEVICE int key_place(int key, int chunk) { return ROW_BYTES == 64 ? chunk ^ (key >> 1 & 3) : chunk ^ (key & 1) * 4; }
+// Where the scales of `row` lie: the eight lanes that read together have both halves of two, or one of eight.
+DEVICE int scale_place(int half, int row) { return row ^ half * 4; }
+
+// A warp copies those keys of a block that it is going to read. Keys that no token sees are not read: the last one seen stands
+// for them.
+template <typename T>
+DEVICE void copy_keys(const ScoreParams &p, typename T::Keys &to, const u8 *block, int last, u64 policy, int warp, int lane) {
+  constexpr int PARTS = ROW_BYTES / 16, GROUP = T::GROUP, COPIES = T::KEYS * PARTS / 32;
+  const int own = GROUP * (warp % T::WARPS_EACH) + lane / PARTS, chunk = lane % PARTS;
+  auto place = [&](int i) {
+    const int key = i * 32 / PARTS + lane / PARTS;
+    return &to[key][key_place(key, chunk)];
+  };
+  auto row = [](int i) { return i * 32 / PARTS % GROUP + 32 * (i * 32 / PARTS / GROUP); }; // from the lane's first on
+  const u8 *const first = block + chunk * 16;
+  if (last >= BLOCK_KEYS - 1) {
+    const u8 *const from = first + own * (i64)p.k_row;
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) copy_async<16>(place(i), from + row(i) * (i64)p.k_row, policy);
+  } else {
+#pragma unroll
+    for (int i = 0; i < COPIES; i++) copy_async<16>(place(i), first + min(own + row(i), last) * (i64)p.k_row, policy);
+  }
+}
+
+// NVFP4: a warp copies the scales of its keys of a block, which is that of page `page` or begins with position `first`.
+template <typename T>
+DEVICE void copy_scales(const ScoreParams &p, typename T::Scales &to, const Run &run, int first, int page, u64 policy, int warp,
+                        int lane) {
+  const u8 *const tile = p.k_scale + ((i64)page * p.kv_heads + run.kv_head) * SCALE_TILE_BYTES;
+#pragma unroll
+  for (int i = lane; i < 2 * T::GROUP; i += 32) {
+    const int half = i / T::GROUP, own = i % T::GROUP, row = T::GROUP * (warp % T::WARPS_EACH) + own;
+    uint4 *const place = &to[half][scale_place(half, own)];
+    if (p.paged) {
+      copy_async<16>(place, tile + half * 512 + row * 16, policy);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; j++)
+        copy_async<4>((u32 *)place + j, p.k_scale + half * 512 + flat_scale(p, run, first + row + 32 * j), policy);
+    }
+  }
+}
+
+// The first key of either half of a tile among a warp's copied ones.
+template <typename T> DEVICE int half_tile(int tile, int half) { return T::GROUP * (2 * (tile & 1) + half) + 8 * (tile >> 1); }
+
+// The keys of a tile.
+template <typename T> DEVICE void read_keys(const typename T::Keys &from, Part<1> &part, int tile, int lane) {
+#pragma unroll
+  for (int half = 0; half < 2; half++) {
+    const int key = half_tile<T>(tile, half) + (lane >> 2);
+#pragma unroll
+    for (int i = 0; i < CHUNKS; i++) part.keys[0][half][i] = from[key][key_place(key, 4 * i + (lane & 3))];
+  }
+}
+
+// A warp's NVFP4 keys of a block of a paged cache with one KV head, and their scales, copied a set at a time, in order. A lane
+// copies 16 bytes of a key and of those 32, 64 and 96 on; the first 16 lanes copy a row of scales each.
+template <typename T> struct SetCopier {
+  const u8 *keys, *scales; // 16 bytes of the block's first key; the lane's row of scales
+  int key;                 // the lane's, in the block
+  int last;                // that any token sees; below 0: there is nothing to copy
+  u32 to, scales_to;       // in shared memory
+
+  SetCopier() = default;
+  DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, typename T::Keys &keys_at,
+                          typename T::Scales &scales_at, int warp, int lane) {
+    const int first = T::GROUP * (warp % T::WARPS_EACH), half = lane >> 3 & 1, row = lane & 7;
+    key = first + (lane >> 2);
+    last = has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1;
+    keys = p.k + page * p.k_page + (lane & 3) * 16;
+    scales = p.k_scale + (i64)page * SCALE_TILE_BYTES + half * 512 + (first + row) * 16;
+    to = shared_address(&keys_at[lane >> 2][key_place(lane >> 2, lane & 3)]);
+    scales_to = shared_address(&scales_at[half][scale_place(half, row)]);
+  }
+  DEVICE_MEMBER bool present() const { return last >= 0; }
+
+  DEVICE_MEMBER void copy(const ScoreParams &p, int lane) {
+    if (!present()) return;
+#pragma unroll
+    for (int i = 0; i < 4; i++) copy_async(to + i * T::GROUP * ROW_BYTES, keys + min(key + 32 * i, last) * (i64)p.k_row);
+    if (lane < 16) copy_async(scales_to, scales);
+    key += 8, to += 8 * ROW_BYTES, scales += 8 * 16, scales_to += 8 * 16;
+  }
+};
