@@ -12,6 +12,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from msa_ops.engines.cuda import score
+
 torch.set_num_threads(1)
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -50,6 +52,21 @@ def poisoned_empty() -> Iterator[None]:
     assert torch.utils.deterministic.fill_uninitialized_memory
     yield
     torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.fixture(params=["one", "row-1", "row-3", "row-50"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """How decoding steps are scored: a thread block for each block of keys, or so many for each request, whatever its size."""
+    kind, _, parts = request.param.partition("-")
+
+    def forced(operands: score.Operands, columns: int, batch: int, key_blocks: int, *_: int) -> tuple[str, int]:
+        single = -(-key_blocks // operands.at_once(kind, columns))
+        return kind, min(int(parts or single), single)
+
+    monkeypatch.setattr(score, "_row_parts", forced)
+    score.make_plan.cache_clear()
+    yield kind
+    score.make_plan.cache_clear()
 
 
 @pytest.fixture

@@ -292,8 +292,8 @@ def test_scores_of_other_forms(
     keys: str, heads: int, tokens: int, promised: int, batch: int, flat: bool, last: str, runs: Runs,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """NVFP4, of which a thread block has two blocks of keys; more query operands; more tokens than are promised, which a
-    thread block goes through in turn; flat caches. The kernels that begin early serve all of these."""
+    """NVFP4, of which a thread block has two or four blocks of keys; more query operands; more tokens than are promised,
+    which a thread block goes through in turn; flat caches. The kernels that begin early serve all of these."""
     plans = plans_of_scores(monkeypatch)
     generator = torch.Generator("cuda").manual_seed(0)
     rows = LONGEST - 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -277,21 +276,6 @@ def test_equal_inputs_give_equal_bits(k_dtype: torch.dtype) -> None:
         assert torch.equal(alone, want[:, :, 2 * b : 2 * b + 2])
 
 
-@pytest.fixture(params=["one", "row-1", "row-3", "row-50"])
-def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """How decoding steps are scored: a thread block for each block of keys, or so many for each request, whatever its size."""
-    kind, _, parts = request.param.partition("-")
-
-    def forced(operands: score.Operands, columns: int, batch: int, key_blocks: int, *_: int) -> tuple[str, int]:
-        single = -(-key_blocks // operands.at_once(kind, columns))
-        return kind, min(int(parts or single), single)
-
-    monkeypatch.setattr(score, "_row_parts", forced)
-    score.make_plan.cache_clear()
-    yield kind
-    score.make_plan.cache_clear()
-
-
 def entries_since(before: Counter[str]) -> set[str]:
     return {entry.split()[1].rpartition("_")[0] for entry in score.calls - before}
 
@@ -368,22 +352,20 @@ def test_each_way_takes_any_strides(way: str) -> None:
     assert torch.equal(assert_each_way_agrees(way, strided, 2, max_k_tiles=9), want)
 
 
-@pytest.mark.parametrize("paged", [True, False])
-@pytest.mark.parametrize("tokens", [1, 2, 4, 8])
+@pytest.mark.parametrize(
+    "tokens, paged", [(1, False), *((tokens, paged) for tokens in (2, 4, 8) for paged in (True, False))]
+)
 def test_each_way_gives_the_same_bits_of_nvfp4(way: str, tokens: int, paged: bool) -> None:
-    """But for one token of a paged cache, where codes are multiplied (test_score_codes_gpu.py): other roundings."""
+    """But where codes are multiplied: test_score_codes_gpu.py."""
     lengths = [*MIXED, 0, 700, 129]
-    arguments, exact, keys = fp4_case(lengths, [tokens] * 9 + [0, tokens + 9], kv_heads=1, paged=paged, padding=2)
+    arguments, _, _ = fp4_case(lengths, [tokens] * 9 + [0, tokens + 9], kv_heads=1, paged=paged, padding=2)
     given = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in arguments.items()}
     for options in ({}, {"reduce_heads": True}, {"causal": False}, {"q_offset": -5}):
         want = msa_proxy_score_fp4(**given, **options, max_k_tiles=75)
         before = score.calls.copy()
         got = msa_proxy_score_fp4(**given, **options, max_k_tiles=75, max_seqlen_q=tokens)
         assert entries_since(before) == {f"msa_score_{way}"}
-        if paged and tokens == 1:
-            torch.testing.assert_close(got, want, rtol=0, atol=fp4_bound(exact, keys))
-        else:
-            assert torch.equal(got, want)
+        assert torch.equal(got, want)
 
 
 def test_unused_bytes_have_no_influence() -> None:

@@ -109,6 +109,20 @@ def test_a_block_of_keys_is_what_python_counts_it_as(name: str, monkeypatch: pyt
         compiler.compile_program(score.PROGRAMS[name, False], "sm_80")
 
 
+def test_codes_are_shared_as_python_counts_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    operands, program = score.OPERANDS["nvfp4"], score.PROGRAMS["nvfp4", True]
+    one, row = (operands.at_once(kind, score.CODE_COLUMNS) for kind in ("one", "row"))
+    text = compiler.source(program.sources) + (
+        f"static_assert(PAIRS == {score.CODE_COLUMNS} && CodeScorer<2>::T::COUNT == {one});"
+        f"static_assert(CodeScorer<1>::T::COUNT == {row} && CodeScorer<2>::ONE && !CodeScorer<1>::ONE);"
+    )
+    monkeypatch.setattr(compiler, "source", lambda _: text)
+    compiler.compile_program(program, "sm_80")
+    text += "static_assert(PAIRS == 2);"
+    with pytest.raises(compiler.KernelCompileError):
+        compiler.compile_program(program, "sm_80")
+
+
 def test_programs_are_told_apart_by_the_formats() -> None:
     programs_ = score.PROGRAMS.values()
     assert len({p.name for p in programs_}) == len({(p.defines, p.sources) for p in programs_}) == 10
@@ -248,18 +262,20 @@ def test_a_call_fills_the_gpu_once(batch: int, tokens: int, workers: int) -> Non
 @given(
     st.integers(1, 5000), st.integers(0, 300), st.integers(1, 9), st.integers(1, 3), st.integers(1, 70_000),
     st.integers(0, 70_000), st.one_of(st.none(), st.integers(0, 6000)), st.booleans(), st.booleans(), st.integers(1, 200),
+    st.sampled_from(sorted(score.OPERANDS)), st.booleans(), st.sampled_from([100, 164, 228]),
 )  # fmt: skip
 def test_any_plan_can_be_launched(
     total_q: int, batch: int, group: int, kv_heads: int, blocks: int, key_blocks: int, seqlen_q: int | None,
-    reduce_heads: bool, innermost: bool, sms: int,
+    reduce_heads: bool, innermost: bool, sms: int, operands: str, paged: bool, shared: int,
 ) -> None:  # fmt: skip
     p = plan(
         total_q=total_q, batch=batch, heads=group * kv_heads, kv_heads=kv_heads, blocks=blocks,
         key_blocks=min(key_blocks, blocks), seqlen_q=seqlen_q, reduce_heads=reduce_heads, blocks_innermost=innermost, sms=sms,
+        operands=operands, paged=paged, shared=shared << 10,
     )  # fmt: skip
     assert p.tile_tokens * p.tile_heads <= p.columns and p.tile_heads * p.head_tiles >= group
-    row = score.OPERANDS["bf16"].row
-    most = sms * 4 if not p.kind else max(score._MOST_WAVES * sms * row[0], batch)
+    row = score.OPERANDS[operands].row
+    most = sms * 4 if not p.kind else max(score._MOST_WAVES * sms * max(row), batch)
     assert 0 <= p.workers <= most and 1 <= p.fill_blocks <= sms
     assert (p.workers > 0) == (batch > 0 and key_blocks > 0)
     assert 1 << p.fill_shift <= 128 and p.fill_splits >= 1
@@ -301,7 +317,8 @@ def test_where_each_block_of_keys_has_a_thread_block(operands: str) -> None:
 
 
 def test_thread_blocks_that_settle_early_what_to_begin_with_and_ask_l2_for_it() -> None:
-    """Three a multiprocessor settle it. All ask, up to two a multiprocessor, each with a block of keys of its own; else one."""
+    """Three a multiprocessor settle it; where codes are multiplied for shared rows, all that fit. All ask, up to two a
+    multiprocessor, each with blocks of keys of its own; else one."""
     for changes, early, hinting in (
         ({}, 64, 64), ({"blocks": 2 * SMS, "key_blocks": 2 * SMS}, 2 * SMS, 2 * SMS),
         ({"blocks": 300, "key_blocks": 300}, 300, SMS), ({"blocks": 400, "key_blocks": 400}, 3 * SMS, SMS),
@@ -347,11 +364,16 @@ def test_bytes_that_codes_choose_add_up_to_twice_their_values() -> None:
     for code, value in enumerate(nvfp4_bytes.E2M1.tolist()):
         parts = chosen(positive, code), chosen(negative, code ^ 8)
         assert sum(parts) == 2 * value, code
-        assert all(-128 <= x <= 127 for x in parts)
-    (start,), (as_float,) = re.findall(r" START = 0x(\w+)u", source), re.findall(r" START_FLOAT = (\d+)\.f", source)
-    assert struct.unpack("f", int(start, 16).to_bytes(4, "little"))[0] == int(as_float) == 3 << 22
-    most = 16 * 12 * (12 + 1)  # of a group's partial sums: none takes the float past where its steps are 1
-    assert int(as_float) - most >= 1 << 23 and int(as_float) + most < 1 << 24
+    (bias,), (factor,) = re.findall(r" BIAS = (\d+)\.f", source), re.findall(r" CODE_FACTOR = ([\d.]+)f", source)
+    (signs,) = re.findall(r" SIGNS = 0x(\w+)u", source)
+    assert float(factor) == 1 / (2 * 2) and signs == "88888888"
+    # No sum on the way takes the float past where its steps are 1.
+    most = (
+        16
+        * int(2 * nvfp4_bytes.E2M1.max())
+        * max(abs(chosen(x, code)) for x in (positive, negative) for code in range(8))
+    )
+    assert int(bias) - most >= 1 << 23 and int(bias) + most < 1 << 24
 
 
 def test_multiprocessors_with_little_shared_memory_keep_keys_in_registers() -> None:
@@ -361,6 +383,11 @@ def test_multiprocessors_with_little_shared_memory_keep_keys_in_registers() -> N
         ("bf16", 164 << 10, "one"), ("fp8", 164 << 10, "one"), ("bf16", 228 << 10, "one"),
     ):  # fmt: skip
         assert plan(operands=operands, shared=shared).kind == kind, (operands, shared)
+    # A thread block that multiplies codes for shared rows has four blocks of keys, of which two would fit.
+    for shared, columns in ((100, 8), (164, 4), (228, 4)):
+        for blocks, kind in ((64, "one"), (8192, "row")):
+            p = plan(operands="nvfp4", blocks=blocks, key_blocks=blocks, shared=shared << 10)
+            assert (p.kind, p.columns) == (kind, columns), shared
 
 
 def test_fewer_thread_blocks_are_planned_with_where_registers_hold_fewer() -> None:
@@ -371,6 +398,9 @@ def test_fewer_thread_blocks_are_planned_with_where_registers_hold_fewer() -> No
         long = {"blocks": blocks, "key_blocks": blocks, "operands": operands, "blocks_innermost": True}
         assert plan(**long).kind == "row" and plan(**{**long, "key_blocks": blocks - 2 * o.together}).kind == "one"
         assert plan(**{**long, "key_blocks": blocks - 2 * o.together}, counted=False).kind == "row"
+    long = {"operands": "nvfp4", "batch": 64, "total_q": 64, "blocks": 8192, "key_blocks": 8192}
+    assert plan(**long, counted=False).early == 2 * SMS  # all that fit: `held` of four
+    assert [score.OPERANDS["nvfp4"].held(n, False) for n in score.OPERANDS["nvfp4"].one] == [2, 3, 2, 1]
     # Those that fill take places from them, but leave half.
     for heads, batch, held in ((16, 64, 2), (32, 64, 1), (16, 128, 2)):
         p = plan(

@@ -24,21 +24,21 @@ if TYPE_CHECKING:
     from ...selection import ScoreProblem
 
 COLUMNS = (8, 16, 32, 64)
-"""(token, head) pairs that meet the keys together, by entry point."""
+"""(token, head) pairs that meet the keys together in the kernels that serve every call, by entry point. Those for rows of
+blocks: `Operands.row_columns`."""
 CODE_COLUMNS = 4
-"""Those of the kernels for rows of NVFP4 keys that multiply codes: kernels/score_codes.cuh."""
+"""Those of the kernels for rows that multiply the codes of NVFP4 keys: kernels/score_codes.cuh."""
 _PARAMS = struct.Struct("11Q12q12I24i2f")  # struct ScoreParams of kernels/score_work.cuh
 _THREADS = 128
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
-_CODE_PART_BYTES = 1 << 17  # and of NVFP4 keys for few queries
+_CODE_PART_BYTES = 1 << 17  # and where codes are multiplied: as many blocks of keys for each of a thread block's warps
 _MOST_WAVES = 4
 # Thread blocks a multiprocessor that settle early what to begin with; and up to how many, of one block of keys each, all ask L2
 # for it. Of more, one does.
 _EARLY_BLOCKS = 3
-_EARLY_ROW_CODES = 4  # those that multiply codes, as many as fit, where they share rows
 _HINTING_BLOCKS = 2
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
 _FILL_ROW = 16  # neighbouring blocks that a fill block writes where those lie next to each other
@@ -50,34 +50,40 @@ calls: Counter[str] = Counter()
 @dataclass(frozen=True, slots=True)
 class Operands:
     """What the kernels for keys and queries of some formats hold. Thread blocks that a multiprocessor runs at once are given
-    in the order of `COLUMNS`, as far as there are such kernels: what registers and shared memory of 9.0 allow."""
+    in the order of `row_columns` (`one`, `row`) or of `COLUMNS` (`stream`): what registers and shared memory of 9.0 allow."""
 
     keys: str
     """Their format."""
     row_bytes: int
     """Of a key."""
     together: int = 1
-    """Blocks of keys that a thread block scores at once, but for `at_once`."""
+    """Blocks of keys that a thread block scores at once, one a team: `TEAMS` of kernels/score_parts.cuh. Where codes are
+    multiplied: `at_once`."""
     query_parts: int = 1
     """Operands whose sum is a query."""
     row_columns: tuple[int, ...] = (8, 16, 32)
-    """Those of the kernels for rows."""
+    """(token, head) pairs that meet the keys together in the kernels for rows, ascending."""
     one: tuple[int, ...] = (6, 4, 3)
-    """Thread blocks of the kernels with a thread block for each `together` blocks of keys."""
+    """Thread blocks of the kernels where each has blocks of keys of its own."""
     row: tuple[int, ...] = (6, 5, 3)
     """Thread blocks of the kernels where a request's thread blocks share its row of blocks."""
     stream: tuple[int, ...] = (4, 3, 3, 3)
     """Thread blocks of the kernels for all else."""
 
     def at_once(self, kind: str, columns: int) -> int:
-        """Blocks of keys that a thread block of the kernels for rows scores at once: `Row` of kernels/score_row.cu."""
-        return 4 if kind == "row" and columns == CODE_COLUMNS else self.together
+        """Blocks of keys that a thread block of the kernels for rows scores at once, one a team (`T::COUNT` of
+        kernels/score_row.cu). Where codes are multiplied for shared rows, each warp is a team."""
+        return _THREADS // 32 if (kind, columns) == ("row", CODE_COLUMNS) else self.together
 
     def row_shared(self, kind: str, columns: int) -> int:
         """Shared memory of a thread block of the kernels for rows, to within a few hundred bytes, in bytes."""
         key_bytes = self.row_bytes + (8 if self.keys == "nvfp4" else 0)  # with its scales
         keys = self.at_once(kind, columns) * BLOCK_SIZE * key_bytes
         return keys + columns * (256 * self.query_parts + 52) + 512
+
+    def room(self, kind: str, columns: int, shared: int) -> int:
+        """Thread blocks of a kernel for rows that `shared` bytes of shared memory hold."""
+        return shared // (self.row_shared(kind, columns) + SYSTEM_SHARED)
 
     def held(self, count: int, counted: bool) -> int:
         """Thread blocks of a kernel for rows that a multiprocessor runs at once where 9.0 runs `count`, for which they were
@@ -215,18 +221,17 @@ def make_plan(
     kind, workers, parts, early = "", 0, 0, 0
     o = OPERANDS[operands]
     one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
-    # The kernels that multiply codes are for paged caches.
-    row_columns = next((n for n in o.row_columns if group * tokens <= n and (paged or n != CODE_COLUMNS)), 0)
-    place = o.row_columns.index(row_columns) if row_columns else 0
-    room_one, room_row = (shared // (o.row_shared(kind, row_columns) + SYSTEM_SHARED) for kind in ("one", "row"))
-    # The kernels for rows need several thread blocks a multiprocessor: each waits for its keys.
-    if one_row and batch and key_blocks and row_columns and 2 * room_one > o.one[place]:
-        columns, tile_tokens = row_columns, row_columns // group
-        fits = [sms * min(room, o.held(most[place], counted)) for room, most in ((room_one, o.one), (room_row, o.row))]
+    width = _row_width(o, group * tokens, paged, shared) if one_row and batch and key_blocks else None
+    if width is not None:
+        columns, tile_tokens = width, width // group
+        place = o.row_columns.index(width)
+        held = (("one", o.one[place]), ("row", o.row[place]))
+        fits = [sms * min(o.room(kernel, width, shared), o.held(count, counted)) for kernel, count in held]
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
-        kind, parts = _row_parts(o, columns, batch, key_blocks, fit_one, fit_row)
+        kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
-        early = min(workers, (_EARLY_ROW_CODES if kind == "row" and columns == CODE_COLUMNS else _EARLY_BLOCKS) * sms)
+        # All that fit settle early where codes are multiplied for shared rows.
+        early = min(workers, fits[1] if (kind, width) == ("row", CODE_COLUMNS) else _EARLY_BLOCKS * sms)
     else:
         slots = sms * o.stream[COLUMNS.index(columns)]
         slots -= min(fill_blocks, slots // 16)
@@ -247,24 +252,38 @@ def _hinting_blocks(kind: str, workers: int, sms: int) -> int:
     return workers if kind == "one" and workers <= _HINTING_BLOCKS * sms else min(workers, sms)
 
 
+def _row_width(o: Operands, pairs: int, paged: bool, shared: int) -> int | None:
+    """The columns of the kernels for rows that serve so many (token, head) pairs; None if the others have to.
+
+    Each thread block waits for its keys: those kernels need several on a multiprocessor, more than half of what 9.0 runs.
+    Codes are multiplied where caches are paged: there the scales of four keys, 32 apart, are 16 bytes in one place.
+    """
+    for columns, one, row in zip(o.row_columns, o.one, o.row, strict=True):
+        if pairs > columns or (columns == CODE_COLUMNS and not paged):
+            continue
+        if 2 * o.room("one", columns, shared) > one and 2 * o.room("row", columns, shared) > row:
+            return columns
+        if columns != CODE_COLUMNS:
+            return None
+    return None
+
+
 def _row_parts(o: Operands, columns: int, batch: int, key_blocks: int, fit_one: int, fit_row: int) -> tuple[str, int]:
     """Which kernel scores a row of blocks for each of `batch` requests, and with how many thread blocks for each, where so
     many of either kernel fit at once."""
-    single = -(-key_blocks // o.at_once("one", columns))
-    if 2 * batch * single <= 3 * fit_one:
-        return "one", single
+    each = -(-key_blocks // o.at_once("one", columns))
+    if 2 * batch * each <= 3 * fit_one:
+        return "one", each
     # Parts long enough to be worth their start. More of them than fit at once even out the end, and leave room early for the
     # kernel that selects; but requests may be shorter than they can be, and thread blocks with nothing to do are not free.
-    single = -(-key_blocks // o.at_once("row", columns))
-    size, part = (
-        batch * key_blocks * o.row_bytes * BLOCK_SIZE,
-        _CODE_PART_BYTES if columns == CODE_COLUMNS else _PART_BYTES,
-    )
+    size = batch * key_blocks * o.row_bytes * BLOCK_SIZE
+    part = _CODE_PART_BYTES if columns == CODE_COLUMNS else _PART_BYTES
     wanted = size // part
     if 2 * wanted < 3 * fit_row:
         wanted = max(size // (part // 2), fit_row)
-    parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, single), 1)
-    return "row", -(-single // -(-single // parts))  # no more than the longest part asks for
+    most = -(-key_blocks // o.at_once("row", columns))
+    parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, most), 1)
+    return "row", -(-most // -(-most // parts))  # no more than the longest part asks for
 
 
 def plan_for(

@@ -44,12 +44,6 @@ DEVICE int read_global(const int *at) {
 template <typename T> DEVICE void keep(T *&x) { asm volatile("" : "+l"(x)); }
 // Has a register kept: through a shuffle with itself nothing can be computed anew. The whole warp calls it.
 DEVICE void keep(u32 &x, int lane) { x = __shfl_sync(~0u, x, lane); }
-// The four bytes of a and b that `selector` names. `__byte_perm` would first clear bits that this one has not set.
-DEVICE u32 permute(u32 a, u32 b, u32 selector) {
-  u32 r;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
-  return r;
-}
 
 // --- barriers ---------------------------------------------------------------------------------------------------------
 // All threads of one group; all computing threads of the block. The copying warp takes part in neither.
@@ -106,11 +100,4 @@ template <int HALF> DEVICE u32 multiply_fp16_by(u32 a, u32 b) {
   else
     asm("{.reg .b16 x, y; .reg .b32 s; mov.b32 {x, y}, %2; mov.b32 s, {y, y}; mul.rn.f16x2 %0, %1, s;}" : "=r"(r) : "r"(a), "r"(b));
   return r;
-}
-
-// --- matrix fragments -------------------------------------------------------------------------------------------------
-DEVICE void load_matrices_transposed(u32 address, u32 (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
 }

@@ -1,5 +1,4 @@
 // Phase barriers, clusters of thread blocks and their shared memory: names for instructions that CUDA C++ has no word for.
-DEVICE u32 shared_address(const void *p) { return (u32)__cvta_generic_to_shared(p); }
 
 // Phase barriers in shared memory. A waiter names the parity of the phase it waits for, starting at 0.
 typedef u64 Barrier;

@@ -59,6 +59,8 @@ DEVICE int read_early(const int *at) {
 
 DEVICE int read_now(const int *at) { return *at; }
 
+DEVICE u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+
 // For what is read once, and for what other thread blocks read soon.
 DEVICE u64 l2_evict_first() {
   u64 policy;
@@ -112,9 +114,23 @@ DEVICE u32 multiply_fp16(u32 a, u32 b) {
 // 2^e as a float, for -126 <= e <= 127.
 DEVICE float power_of_two(int e) { return __int_as_float((e + 127) << 23); }
 
+// The four bytes of a and b that `selector` names by its low four places. The fourth bit of a place makes the byte its sign, eight
+// times: `__byte_perm` would first clear it.
+DEVICE u32 permute(u32 a, u32 b, u32 selector) {
+  u32 r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+}
+
+// --- matrix fragments -------------------------------------------------------------------------------------------------
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices(u32 address, u32 (&r)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+DEVICE void load_matrices_transposed(u32 address, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(address));
 }

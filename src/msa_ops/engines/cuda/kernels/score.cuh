@@ -20,16 +20,15 @@ DEVICE uint4 load_keys(const u8 *at, u64 policy) {
 
 // Copies 16 bytes, or 4, to shared memory; `commit_copies`, `wait_for_copies`, then a barrier of those who read.
 template <int BYTES> DEVICE void copy_async(void *to, const void *from, u64 policy) {
-  const u32 at = (u32)__cvta_generic_to_shared(to);
+  const u32 at = shared_address(to);
   if constexpr (BYTES == 16)
     asm volatile("cp.async.cg.shared.global.L2::cache_hint.L2::128B [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "l"(policy) : "memory");
   else
     asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %3, %2;" ::"r"(at), "l"(from), "l"(policy), "n"(BYTES) : "memory");
 }
 
-// The same of 16 bytes without a word on how long L2 keeps them, which takes registers, to an address in shared memory.
-DEVICE u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
-DEVICE void copy_async(u32 to, const void *from) {
+// Of 16 bytes to an address in shared memory, without a policy for L2, which would take registers.
+DEVICE void copy_async_plain(u32 to, const void *from) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
@@ -43,7 +42,7 @@ DEVICE uint4 load_again(const uint4 *at) {
   uint4 x;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "r"((u32)__cvta_generic_to_shared(at)));
+               : "r"(shared_address(at)));
   return x;
 }
 

@@ -8,22 +8,17 @@ DEVICE const u8 *first_key(const ScoreParams &p, const Run &run, int block, int 
   return p.k + run.kv_head * p.k_head + from;
 }
 
-// How a block of keys is shared: by a team of so many warps.
-template <int N> struct Team {
-  static constexpr int WARPS_EACH = N, COUNT = WARPS / N, THREADS_EACH = 32 * N;
-  // What a warp has of a block: sets of 32 keys; so many keys of each 32.
-  static constexpr int SETS = 4 / N, KEYS = 32 * SETS, GROUP = 8 * SETS;
-  typedef uint4 Keys[KEYS][ROW_BYTES / 16];
-  typedef uint4 Scales[2][GROUP]; // NVFP4: the first or last 64 dims of four keys, 32 apart
+// What a warp has of a block under way: keys, and the scales of NVFP4 ones, the first or last 64 dims of four keys, 32 apart.
+template <typename T> using Keys = uint4[32 * T::SETS][ROW_BYTES / 16];
+template <typename T> using Scales = uint4[2][T::GROUP];
+
+template <typename Queries, typename T> struct RowShared : Queries {
+  alignas(128) Keys<T> keys[WARPS];
+  Scales<T> scales[SCALED ? WARPS : 1];
 };
 
-template <int COLUMNS, typename T> struct RowShared : Shared<COLUMNS> {
-  alignas(128) typename T::Keys keys[WARPS];
-  typename T::Scales scales[SCALED ? WARPS : 1];
-};
-
-// Where 16 bytes of a key lie. The eight lanes that read together have half of the words of two neighbours, or, of NVFP4 keys, the
-// same 16 bytes of eight.
+// Where 16 bytes of a key lie. Eight lanes read at once: half of the pieces of two neighbours, or all four of two NVFP4 keys
+// (`read_keys`), or the same piece of eight of these (ldmatrix).
 DEVICE int key_place(int key, int chunk) { return ROW_BYTES == 64 ? chunk ^ (key >> 1 & 3) : chunk ^ (key & 1) * 4; }
 // Where the scales of `row` lie: the eight lanes that read together have both halves of two, or one of eight.
 DEVICE int scale_place(int half, int row) { return row ^ half * 4; }
@@ -31,9 +26,9 @@ DEVICE int scale_place(int half, int row) { return row ^ half * 4; }
 // A warp copies those keys of a block that it is going to read. Keys that no token sees are not read: the last one seen stands
 // for them.
 template <typename T>
-DEVICE void copy_keys(const ScoreParams &p, typename T::Keys &to, const u8 *block, int last, u64 policy, int warp, int lane) {
-  constexpr int PARTS = ROW_BYTES / 16, GROUP = T::GROUP, COPIES = T::KEYS * PARTS / 32;
-  const int own = GROUP * (warp % T::WARPS_EACH) + lane / PARTS, chunk = lane % PARTS;
+DEVICE void copy_keys(const ScoreParams &p, Keys<T> &to, const u8 *block, int last, u64 policy, int warp, int lane) {
+  constexpr int PARTS = ROW_BYTES / 16, GROUP = T::GROUP, COPIES = T::SETS * PARTS;
+  const int own = T::first_key(warp) + lane / PARTS, chunk = lane % PARTS;
   auto place = [&](int i) {
     const int key = i * 32 / PARTS + lane / PARTS;
     return &to[key][key_place(key, chunk)];
@@ -52,12 +47,12 @@ DEVICE void copy_keys(const ScoreParams &p, typename T::Keys &to, const u8 *bloc
 
 // NVFP4: a warp copies the scales of its keys of a block, which is that of page `page` or begins with position `first`.
 template <typename T>
-DEVICE void copy_scales(const ScoreParams &p, typename T::Scales &to, const Run &run, int first, int page, u64 policy, int warp,
+DEVICE void copy_scales(const ScoreParams &p, Scales<T> &to, const Run &run, int first, int page, u64 policy, int warp,
                         int lane) {
   const u8 *const tile = p.k_scale + ((i64)page * p.kv_heads + run.kv_head) * SCALE_TILE_BYTES;
 #pragma unroll
   for (int i = lane; i < 2 * T::GROUP; i += 32) {
-    const int half = i / T::GROUP, own = i % T::GROUP, row = T::GROUP * (warp % T::WARPS_EACH) + own;
+    const int half = i / T::GROUP, own = i % T::GROUP, row = T::first_key(warp) + own;
     uint4 *const place = &to[half][scale_place(half, own)];
     if (p.paged) {
       copy_async<16>(place, tile + half * 512 + row * 16, policy);
@@ -73,7 +68,7 @@ DEVICE void copy_scales(const ScoreParams &p, typename T::Scales &to, const Run 
 template <typename T> DEVICE int half_tile(int tile, int half) { return T::GROUP * (2 * (tile & 1) + half) + 8 * (tile >> 1); }
 
 // The keys of a tile.
-template <typename T> DEVICE void read_keys(const typename T::Keys &from, Part<1> &part, int tile, int lane) {
+template <typename T> DEVICE void read_keys(const Keys<T> &from, Part<1> &part, int tile, int lane) {
 #pragma unroll
   for (int half = 0; half < 2; half++) {
     const int key = half_tile<T>(tile, half) + (lane >> 2);
@@ -82,8 +77,9 @@ template <typename T> DEVICE void read_keys(const typename T::Keys &from, Part<1
   }
 }
 
-// A warp's NVFP4 keys of a block of a paged cache with one KV head, and their scales, copied a set at a time, in order. A lane
-// copies 16 bytes of a key and of those 32, 64 and 96 on; the first 16 lanes copy a row of scales each.
+// A warp's NVFP4 keys of a block, and their scales, copied a set at a time, in order. A lane copies 16 bytes of a key and of those
+// 32, 64 and 96 on; the first 16 lanes copy a row of scales each. The cache is paged, so that such a row is in one place, and has
+// one KV head, as always where there are rows of blocks: score.py, `make_plan`.
 template <typename T> struct SetCopier {
   const u8 *keys, *scales; // 16 bytes of the block's first key; the lane's row of scales
   int key;                 // the lane's, in the block
@@ -91,9 +87,9 @@ template <typename T> struct SetCopier {
   u32 to, scales_to;       // in shared memory
 
   SetCopier() = default;
-  DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, typename T::Keys &keys_at,
-                          typename T::Scales &scales_at, int warp, int lane) {
-    const int first = T::GROUP * (warp % T::WARPS_EACH), half = lane >> 3 & 1, row = lane & 7;
+  DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, Keys<T> &keys_at,
+                          Scales<T> &scales_at, int warp, int lane) {
+    const int first = T::first_key(warp), half = lane >> 3 & 1, row = lane & 7;
     key = first + (lane >> 2);
     last = has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1;
     keys = p.k + page * p.k_page + (lane & 3) * 16;
@@ -106,8 +102,8 @@ template <typename T> struct SetCopier {
   DEVICE_MEMBER void copy(const ScoreParams &p, int lane) {
     if (!present()) return;
 #pragma unroll
-    for (int i = 0; i < 4; i++) copy_async(to + i * T::GROUP * ROW_BYTES, keys + min(key + 32 * i, last) * (i64)p.k_row);
-    if (lane < 16) copy_async(scales_to, scales);
+    for (int i = 0; i < 4; i++) copy_async_plain(to + i * T::GROUP * ROW_BYTES, keys + min(key + 32 * i, last) * (i64)p.k_row);
+    if (lane < 16) copy_async_plain(scales_to, scales);
     key += 8, to += 8 * ROW_BYTES, scales += 8 * 16, scales_to += 8 * 16;
   }
 };

@@ -12,15 +12,24 @@ constexpr bool SCALED = KV_FORMAT == KV_NVFP4;
 constexpr int ROW_BYTES = SCALED ? HEAD_DIM / 2 : KV_FORMAT == KV_FP8 ? HEAD_DIM : HEAD_DIM * 2;
 constexpr int CHUNKS = ROW_BYTES / 64;           // loads of a lane for a key
 constexpr int SCALE_TILE_BYTES = 8 * BLOCK_KEYS; // of 128 rows in the 128x4 tiled layout
-// Widening NVFP4 takes most of a warp's time. Two warps a block instead of four halve what there is to do beside it.
-constexpr int TEAM = SCALED ? 2 : 4, TEAMS = WARPS / TEAM, TEAM_THREADS = 32 * TEAM;
-constexpr int SETS = 4 / TEAM;       // of 32 keys of a block that are one warp's
-constexpr int WARP_TILES = 2 * SETS; // of 16 keys
+
+// How a block of keys is shared: by a team of N warps.
+template <int N> struct Team {
+  static constexpr int WARPS_EACH = N, COUNT = WARPS / N, THREADS_EACH = 32 * N;
+  // What a warp has of a block: sets of 32 keys, tiles of 16. It has so many of each 32 of the block's.
+  static constexpr int SETS = 4 / N, TILES = 2 * SETS, GROUP = 8 * SETS;
+  static DEVICE_MEMBER int first_key(int warp) { return GROUP * (warp % N); }
+};
+// Where keys are operands as they come or widened. Widening NVFP4 takes most of a warp's time: two warps a block instead of four
+// halve what there is to do beside it.
+typedef Team<SCALED ? 2 : 4> WideningTeam;
+constexpr int TEAM = WideningTeam::WARPS_EACH, TEAMS = WideningTeam::COUNT, TEAM_THREADS = WideningTeam::THREADS_EACH;
+constexpr int WARP_TILES = WideningTeam::TILES;
 
 // --- keys -------------------------------------------------------------------------------------------------------------
-// Of each 32 keys of a block, set n of a team's warp w has the eight from 8 (SETS w + n) on, which makes the NVFP4 scales of a
+// Of each 32 keys of a block, set n of a team's warp w has the eight from GROUP w + 8 n on, which makes the NVFP4 scales of a
 // set neighbours too. So a lane has four keys of a set, 32 apart: two are its rows of the set's first tile, two of its second.
-DEVICE int first_key_of(int warp, int lane) { return 8 * SETS * (warp % TEAM) + (lane >> 2); }
+DEVICE int first_key_of(int warp, int lane) { return WideningTeam::first_key(warp) + (lane >> 2); }
 DEVICE int tile_key(int tile) { return 8 * (tile >> 1) + 64 * (tile & 1); } // from a lane's first key on
 
 // A warp's keys of a part of a block, as stored.
@@ -36,10 +45,16 @@ template <typename Read> DEVICE int page_of(const ScoreParams &p, int index, int
 }
 DEVICE int page_of(const ScoreParams &p, int index, int block) { return page_of(p, index, block, read_now); }
 
+// Where the scale of a row's `group`-th 16 dims lies in the 128x4 tiled layout.
+DEVICE i64 tiled_scale(i64 row, int group) {
+  const int half = (group >> 2) * (SCALE_TILE_BYTES / 2);
+  return (row >> 7) * SCALE_TILE_BYTES + half + (row & 31) * 16 + ((row & 127) >> 5) * 4 + (group & 3);
+}
+
 // Flat NVFP4 cache: where a position's scales of the first 64 dims lie. For what no token sees, those of the last one seen.
 DEVICE i64 flat_scale(const ScoreParams &p, const Run &run, int position) {
   const i64 row = ((i64)run.request.first_key + min(position, run.highest - 1)) * p.kv_heads + run.kv_head;
-  return (row >> 7) * SCALE_TILE_BYTES + (row & 31) * 16 + ((row & 127) >> 5) * 4;
+  return tiled_scale(row, 0);
 }
 
 DEVICE u32 word_of(const uint4 &x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
@@ -74,6 +89,11 @@ DEVICE void key_operands(const uint4 (&keys)[2][CHUNKS], int pair, const u32 (&s
 }
 
 // --- queries ----------------------------------------------------------------------------------------------------------
+// NVFP4: what scores are multiplied with in the end.
+DEVICE float global_scale(const ScoreParams &p) {
+  return p.factor * (p.q_global ? *p.q_global : 1.f) * (p.k_global ? *p.k_global : 1.f);
+}
+
 template <int COLUMNS> struct Shared {
   uint4 query[QUERY_PARTS][COLUMNS / 8][4][32]; // operands of 8 columns and two steps, by lane
   float factor[COLUMNS];                        // what a column's products are multiplied with
@@ -101,7 +121,7 @@ template <int COLUMNS> struct QueryRows {
       if constexpr (SCALED) {
         const i64 r = (i64)token * (p.kv_heads * p.group) + which; // row of the scales
         raw[i].x = *(const u32 *)(at + chunk * 4);
-        raw[i].y = p.q_scale[((r >> 7) * 2 + (chunk >> 3)) * 512 + (r & 31) * 16 + ((r & 127) >> 5) * 4 + (chunk >> 1 & 3)];
+        raw[i].y = p.q_scale[tiled_scale(r, chunk >> 1)];
       } else if (p.query_type == QUERY_FP8) {
         const uint2 x = *(const uint2 *)(at + chunk * 8);
         raw[i].x = x.x, raw[i].y = x.y;
@@ -113,7 +133,7 @@ template <int COLUMNS> struct QueryRows {
 
   DEVICE_MEMBER void store(const ScoreParams &p, const Run &run, Shared<COLUMNS> &shared) const {
     float global = 1.f;
-    if constexpr (SCALED) global = p.factor * (p.q_global ? *p.q_global : 1.f) * (p.k_global ? *p.k_global : 1.f);
+    if constexpr (SCALED) global = global_scale(p);
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
       const int row = (threadIdx.x + i * THREADS) >> 4, chunk = threadIdx.x & 15;

@@ -3,19 +3,21 @@
 // Which blocks they are follows from a thread block's number and its request alone, so that pages can be looked up beside the
 // request. A team has one block under way, whose keys wait in shared memory: registers do not bound how many thread blocks a
 // multiprocessor holds, and these keep the memory busy. Where there are more than fit at once, the machine hands them out as
-// others end, which evens out the end. Where codes are multiplied (score_codes.cuh) a warp's part of a block is replaced piece by
-// piece as it is read, so that memory is busy meanwhile.
+// others end, which evens out the end.
+//
+// Where codes are multiplied (score_codes.cuh) registers do bound them: four thread blocks a multiprocessor of 9.0. There a set of
+// 32 keys is begun with as soon as it has come, and the next block's set in its place is asked for as soon as it has been read.
 //
 // Some thread blocks settle what to begin with before the previous kernel has ended, by lengths and pages as they are then. They
 // ask for it right after the wait, read lengths and pages again beside it, and start over where these have changed.
 
-// The largest scores of a warp's keys of a block.
-template <int N> struct RowScorer {
-  static constexpr int COLUMNS = N;
+// The largest scores of a warp's keys of a block, for as many columns.
+template <int COLUMNS> struct RowScorer {
   static constexpr bool FEW = !SCALED && COLUMNS <= (ROW_BYTES == 128 ? 16 : 8); // queries: they may wait in registers
   static constexpr bool BY_SETS = false;                                         // or a block at a time
-  typedef Team<TEAM> T;
-  typedef RowShared<COLUMNS, T> Memory;
+  typedef WideningTeam T;
+  typedef QueryRows<COLUMNS> Queries;
+  typedef RowShared<Shared<COLUMNS>, T> Memory;
   float best[COLUMNS / 4];
 
   DEVICE_MEMBER void score(const Memory &shared, int block, bool all_seen, bool present, int warp, int lane) {
@@ -77,6 +79,7 @@ DEVICE void prefetch_query(const ScoreParams &p, const Run &run, int lane) {
 template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p) {
   typedef typename Scorer::T T;
   constexpr bool FEW = Scorer::FEW, BY_SETS = Scorer::BY_SETS;
+  if constexpr (BY_SETS) static_assert(Scorer::ONE == ONE);
   __shared__ typename Scorer::Memory shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp / T::WARPS_EACH;
   const bool fills = blockIdx.x < p.fill_blocks;
@@ -84,7 +87,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   const int index = p.row_parts.quotient(number);
   const u32 slot = number - index * p.row_parts.value;
   auto share_of = [&](int blocks) { return ONE ? RowShare::one(slot, blocks, T::COUNT) : RowShare::even(p, slot, blocks); };
-  bool present; // the block under way has a page
+  bool present; // there is a block under way, and it has a page
   auto ask = [&](const Run &run, int block, int page) {
     if constexpr (BY_SETS) {
       SetCopier<T> copier(p, run, block, page, shared.keys[warp], shared.scales[warp], warp, lane);
@@ -94,15 +97,15 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
         copier.copy(p, lane);
         commit_copies();
       }
-      return;
+    } else {
+      present = has_page(p, page);
+      if (!present) return;
+      const u64 policy = l2_evict_first();
+      const int last_seen = run.highest - block * BLOCK_KEYS - 1;
+      copy_keys<T>(p, shared.keys[warp], first_key(p, run, block, page), last_seen, policy, warp, lane);
+      if constexpr (SCALED) copy_scales<T>(p, shared.scales[warp], run, block * BLOCK_KEYS, page, policy, warp, lane);
+      commit_copies();
     }
-    present = has_page(p, page);
-    if (!present) return;
-    const u64 policy = l2_evict_first();
-    const int last_seen = run.highest - block * BLOCK_KEYS - 1;
-    copy_keys<T>(p, shared.keys[warp], first_key(p, run, block, page), last_seen, policy, warp, lane);
-    if constexpr (SCALED) copy_scales<T>(p, shared.scales[warp], run, block * BLOCK_KEYS, page, policy, warp, lane);
-    commit_copies();
   };
 
   Run run;
@@ -140,7 +143,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   // Reads in this order: those behind the keys of many thread blocks arrive after them.
   const int page = page_of(p, index, first);
   const Request::Words words(p, index, read_now);
-  QueryRows<Scorer::COLUMNS> rows;
+  typename Scorer::Queries rows;
   if (guessed && FEW) rows.load(p, run);
   if (guessed) ask(run, first, guessed_page);
   Request request(p, words);
@@ -201,12 +204,12 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
       scorer.give(p, shared, same, block, warp, lane);
     }
     run = same;
-    if constexpr (BY_SETS) request = run.request; // had no registers of its own meanwhile
+    if constexpr (BY_SETS) request = run.request; // so that it takes no registers in the loop
     // One tile, but where a request has more tokens than promised.
   } while (++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1));
 }
 
-// Elsewhere than on 9.0, where they were counted, registers are taken to hold a third less; half as many where NVFP4 is widened.
+// Elsewhere than on 9.0, where they were counted, registers are taken to hold a third less; half as many of NVFP4 keys.
 // score.py knows the rule (`Operands.held`).
 constexpr int room(int there) {
 #if __CUDA_ARCH__ == 900
@@ -219,12 +222,12 @@ constexpr int room(int there) {
 #define ENTRY(KIND, ROOM, COLUMNS, ONE, SCORER)                                                              \
   extern "C" __global__ void __launch_bounds__(THREADS, room(ROOM))                                           \
       msa_score_##KIND##_##COLUMNS(const __grid_constant__ ScoreParams p) {                                   \
-    score_row<SCORER, ONE>(p);                                                                  \
+    score_row<SCORER, ONE>(p);                                                                                \
   }
 #define ENTRIES(COLUMNS)                                                                                      \
   ENTRY(one, ROOM_ONE_##COLUMNS, COLUMNS, true, RowScorer<COLUMNS>)                                           \
   ENTRY(row, ROOM_ROW_##COLUMNS, COLUMNS, false, RowScorer<COLUMNS>)
-#if KV_FORMAT == KV_NVFP4
+#ifdef ROOM_ROW_4
 ENTRY(one, ROOM_ONE_4, 4, true, CodeScorer<2>)
 ENTRY(row, ROOM_ROW_4, 4, false, CodeScorer<1>)
 #endif
