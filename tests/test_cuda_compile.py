@@ -331,7 +331,7 @@ VARIANT = plan.variants((9, 0))[0]
 
 def test_a_cubin_is_read_back(cache: Path) -> None:
     path = compiler.write_cached(VARIANT, "sm_90", b"cubin", (13, 5))
-    assert path.is_relative_to(cache) and path.name == f"{VARIANT.name}-nvrtc13.5.cubin"
+    assert path.is_relative_to(cache) and path.name == f"{compiler._stem(VARIANT)}-nvrtc13.5.cubin"
     assert compiler.read_cached(VARIANT, "sm_90") == [b"cubin"]
     assert compiler.read_cached(VARIANT, "sm_80") == []
     assert compiler.read_cached(plan.variants((9, 0))[1], "sm_90") == []
@@ -341,6 +341,8 @@ def test_a_cubin_is_read_back(cache: Path) -> None:
 
 def test_another_source_is_another_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler.write_cached(VARIANT, "sm_90", b"cubin", (13, 5))
+    for sources, defines in ((VARIANT.sources[1:], VARIANT.defines), (VARIANT.sources, (*VARIANT.defines, "-DX"))):
+        assert compiler.read_cached(programs.KernelProgram(VARIANT.name, sources, (), defines), "sm_90") == []
     monkeypatch.setattr(compiler, "source_hash", lambda: "0123456789abcdef")
     assert compiler.read_cached(VARIANT, "sm_90") == []
 
@@ -374,9 +376,9 @@ def test_a_damaged_file_is_passed_over(cache: Path, damage: object) -> None:
 
 def test_files_of_others_are_passed_over(cache: Path) -> None:
     path = compiler.write_cached(VARIANT, "sm_90", b"good", (13, 5))
-    (path.parent / f"{VARIANT.name}-nvrtc13.5.cubin.tmp").write_bytes(path.read_bytes())
-    (path.parent / f"{VARIANT.name}-nvrtcnew.cubin").write_bytes(path.read_bytes())
-    (path.parent / f"{VARIANT.name}-nvrtc13.6.cubin").mkdir()
+    (path.parent / f"{compiler._stem(VARIANT)}-nvrtc13.5.cubin.tmp").write_bytes(path.read_bytes())
+    (path.parent / f"{compiler._stem(VARIANT)}-nvrtcnew.cubin").write_bytes(path.read_bytes())
+    (path.parent / f"{compiler._stem(VARIANT)}-nvrtc13.6.cubin").mkdir()
     assert compiler.read_cached(VARIANT, "sm_90") == [b"good"]
 
 

@@ -280,7 +280,8 @@ def test_a_flat_cache(dtype: torch.dtype, batch: int, last: str, runs: Runs, mon
 @pytest.mark.parametrize(
     "keys, heads, tokens, promised, batch, flat",
     [
-        ("nvfp4", 4, 1, 1, 1, False), ("nvfp4", 4, 1, 1, 40, False), ("nvfp4", 4, 1, 1, 20, True),
+        ("nvfp4", 4, 1, 1, 1, False), ("nvfp4", 4, 1, 1, 40, False), ("nvfp4", 1, 3, 3, 9, False),
+        ("nvfp4", 3, 1, 1, 200, False), ("nvfp4", 4, 1, 1, 20, True),
         ("nvfp4", 16, 1, 1, 9, False), ("nvfp4", 4, 3, 1, 9, False), ("fp8", 16, 1, 1, 1, False), ("fp8", 4, 3, 3, 40, False),
         ("fp8", 4, 3, 1, 40, False), ("fp8", 32, 1, 1, 9, False), ("fp8", 8, 3, 3, 12, True), ("fp8", 8, 3, 1, 12, True),
         ("bf16", 16, 1, 1, 40, False), ("bf16", 4, 3, 3, 20, True), ("bf16", 4, 3, 1, 20, True), ("bf16", 8, 4, 4, 12, False),

@@ -524,7 +524,6 @@ def test_scores_past_2_31() -> None:
 def test_nvfp4_keys_and_scales_past_2_31() -> None:
     arguments, _, _ = fp4_case([300, 129], [1, 1], kv_heads=1)
     given = {n: x.cuda() if isinstance(x, Tensor) else x for n, x in arguments.items()}
-    want = msa_proxy_score_fp4(**given, max_k_tiles=3)
     small = given["k_fp4"].shape[0]
     pages = BEYOND // 1024 + 12
     k = reserve(pages * 128 * 64, "cuda").view(pages, 1, 128, 64)
@@ -532,5 +531,7 @@ def test_nvfp4_keys_and_scales_past_2_31() -> None:
     k[pages - small :] = given["k_fp4"]
     scale[pages - small :] = given["k_scale"].view(small, 1024)
     table = torch.where(given["page_table"] < 0, -1, given["page_table"] + (pages - small))
-    got = msa_proxy_score_fp4(**{**given, "k_fp4": k, "k_scale": scale.view(-1), "page_table": table}, max_k_tiles=3)
-    assert torch.equal(got, want)
+    for bound in (None, 1):  # which do not share a kernel
+        want = msa_proxy_score_fp4(**given, max_k_tiles=3, max_seqlen_q=bound)
+        far = {**given, "k_fp4": k, "k_scale": scale.view(-1), "page_table": table}
+        assert torch.equal(msa_proxy_score_fp4(**far, max_k_tiles=3, max_seqlen_q=bound), want)

@@ -84,15 +84,20 @@ def _folder(arch: str, root: Path | None = None) -> Path:
     return (root or cache_dir()) / source_hash() / arch
 
 
+def _stem(program: Program) -> str:
+    """A cubin's file name up to its NVRTC: the program's, and what is compiled under it."""
+    return f"{program.name}-{hashlib.sha256(repr((program.sources, program.defines)).encode()).hexdigest()[:8]}"
+
+
 def read_cached(program: Program, arch: str) -> list[bytes]:
     """Cubins of this program from the cache, the newest NVRTC's first. Damaged files are passed over."""
     found: list[tuple[tuple[int, ...], bytes]] = []
     try:
-        entries = [e for e in os.scandir(_folder(arch)) if e.name.startswith(f"{program.name}-nvrtc")]
+        entries = [e for e in os.scandir(_folder(arch)) if e.name.startswith(f"{_stem(program)}-nvrtc")]
     except OSError:
         return []
     for entry in entries:
-        match = re.fullmatch(rf"{re.escape(program.name)}-nvrtc(\d+)\.(\d+)\.cubin", entry.name)
+        match = re.fullmatch(rf"{re.escape(_stem(program))}-nvrtc(\d+)\.(\d+)\.cubin", entry.name)
         if not match:
             continue
         try:
@@ -109,7 +114,7 @@ def write_cached(program: Program, arch: str, cubin: bytes, version: tuple[int, 
     """Write one cubin so that a reader sees all of it or nothing. Raises `OSError`."""
     folder = _folder(arch, root)
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{program.name}-nvrtc{version[0]}.{version[1]}.cubin"
+    path = folder / f"{_stem(program)}-nvrtc{version[0]}.{version[1]}.cubin"
     handle, temporary = tempfile.mkstemp(dir=folder, suffix=".tmp")
     try:
         with os.fdopen(handle, "wb") as f:

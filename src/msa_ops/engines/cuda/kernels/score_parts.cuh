@@ -47,8 +47,7 @@ DEVICE int page_of(const ScoreParams &p, int index, int block) { return page_of(
 
 // Where the scale of a row's `group`-th 16 dims lies in the 128x4 tiled layout.
 DEVICE i64 tiled_scale(i64 row, int group) {
-  const int half = (group >> 2) * (SCALE_TILE_BYTES / 2);
-  return (row >> 7) * SCALE_TILE_BYTES + half + (row & 31) * 16 + ((row & 127) >> 5) * 4 + (group & 3);
+  return ((row >> 7) * 2 + (group >> 2)) * (SCALE_TILE_BYTES / 2) + (row & 31) * 16 + ((row & 127) >> 5) * 4 + (group & 3);
 }
 
 // Flat NVFP4 cache: where a position's scales of the first 64 dims lie. For what no token sees, those of the last one seen.
