@@ -54,18 +54,17 @@ class Case:
         codes = torch.randint(256, (*shape, 64), dtype=torch.uint8, generator=g)
         return codes, self.scales[torch.randint(len(self.scales), (*shape, 8), generator=g)].to(torch.uint8)
 
-    def arguments(self, factor: float | Tensor = 0.375) -> dict[str, Any]:
+    def arguments(self, factor: float | Tensor = 0.375, device: str = "cuda") -> dict[str, Any]:
         def tiled(rows: Tensor) -> Tensor:
             rows = rows.view(-1, 8)
-            return nvfp4_bytes.tile(
-                rows, torch.full((nvfp4_bytes.tiled_size(len(rows)),), 0x7F, dtype=torch.uint8)
-            ).cuda()
+            fill = torch.full((nvfp4_bytes.tiled_size(len(rows)),), 0x7F, dtype=torch.uint8)
+            return nvfp4_bytes.tile(rows, fill).to(device)
 
         return {
-            "q_fp4": self.q.cuda(), "k_fp4": self.k[:, None].cuda(), "q_scale": tiled(self.q_rows),
+            "q_fp4": self.q.to(device), "k_fp4": self.k[:, None].to(device), "q_scale": tiled(self.q_rows),
             "k_scale": tiled(self.k_rows), "q_global_scale": factor, "k_global_scale": 1.0,
-            "cu_seqlens_q": cumulative(self.tokens).cuda(), "page_table": self.table.int().cuda(),
-            "seqused_k": torch.tensor(self.lengths, dtype=torch.int32).cuda(),
+            "cu_seqlens_q": cumulative(self.tokens).to(device), "page_table": self.table.int().to(device),
+            "seqused_k": torch.tensor(self.lengths, dtype=torch.int32, device=device),
         }  # fmt: skip
 
     def expected(

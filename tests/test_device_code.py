@@ -1,0 +1,280 @@
+"""The decoding-step kernels of the index scores without a GPU: their own sources, run on the host (device_code.h).
+
+Threads run in any order that their barriers allow, and copies arrive as early or late as they may.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import device_code
+from device_code import ARRIVALS, DeviceError, Kernels
+from msa_ops import msa_proxy_score_fp4, proxy_score, selection
+from msa_ops.contract import FP8
+from msa_ops.engines.cuda import score
+from msa_ops.selection import ScoreProblem, msa_proxy_score
+from test_proxy_score import assert_fp4_scores, assert_scores, expected, fp4_case
+from test_proxy_score import case as unscaled_case
+from test_score_codes_gpu import Case, assert_same
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="fibers are glibc's"),
+    pytest.mark.skipif(
+        device_code.compiler() is None, reason="no C++ compiler: neither $CXX nor c++ nor g++ is on PATH"
+    ),
+]
+INF = float("inf")
+SHARED = 228 << 10
+READ = ("q", "k", "k_scale", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "q_offset")
+LENGTHS = [700, 130, 0, 1, 128, 257, 77]
+Build = Callable[..., Kernels]
+
+
+@pytest.fixture(scope="session")
+def build(tmp_path_factory: pytest.TempPathFactory) -> Build:
+    """`device_code.build` of the row kernels of some operands, once for each session."""
+    folder = tmp_path_factory.mktemp("device_code")
+
+    @lru_cache(None)
+    def built(operands: str, arch: int = 900, edit: tuple[str, str] | None = None) -> Kernels:
+        name = f"{operands}-{arch}-{len(list(folder.iterdir()))}"
+        return device_code.build(score.PROGRAMS[operands, True], folder / name, arch, edit)
+
+    return built
+
+
+@dataclass
+class Host:
+    """Where the ops' calls are run. Of each the order and the arrival of copies differ, and they are the same every time."""
+
+    build: Build
+    arch: int = 900
+    edit: tuple[str, str] | None = None
+    arrivals: str | None = None  # None: each in turn
+    before: dict[str, Tensor] = field(default_factory=dict)
+    """What stood in tensors of the call, by their names in `ScoreProblem`, while the kernel before still ran."""
+    runs: list[str] = field(default_factory=list)
+
+    def score_blocks(self, problem: ScoreProblem, seqlen_q: int | None, blocks: int, _: None) -> Tensor:
+        """In place of `selection.score_blocks`."""
+        tokens, heads = problem.q.shape[:2]
+        output = torch.full((1 if problem.reduce_heads else heads, blocks, tokens), 7.0)
+        seed = len(self.runs)
+        sms = (132, 1)[seed % 2]  # of one, not all thread blocks settle early what to begin with
+        plan = score.plan_for(problem, seqlen_q, output, sms, SHARED)
+        self.runs.append(plan.entry)
+        tensors = {name: getattr(problem, name) for name in READ}
+        kernels = self.build(score.operands_of(problem.q.dtype, problem.k.dtype), self.arch, self.edit)
+        kernels.launch(
+            plan,
+            score.pack(problem, plan, output),
+            [(x, self.before.get(name)) for name, x in tensors.items() if isinstance(x, Tensor)],
+            self.arrivals or ARRIVALS[seed % 3],
+            seed,
+        )
+        return output
+
+
+@pytest.fixture
+def host(build: Build, monkeypatch: pytest.MonkeyPatch) -> Iterator[Host]:
+    """All calls of the test run here."""
+    here = Host(build)
+    for module in (proxy_score, selection):
+        monkeypatch.setattr(module, "score_blocks", here.score_blocks)
+    score.make_plan.cache_clear()
+    yield here
+    score.make_plan.cache_clear()
+
+
+def scores(given: dict[str, Any], blocks: int, tokens: int = 1, **options: Any) -> Tensor:
+    return msa_proxy_score_fp4(**given, **options, max_k_tiles=blocks, max_seqlen_q=tokens)
+
+
+# --- products of codes, bit for bit ---
+
+
+@pytest.mark.parametrize("heads, tokens", [(4, 1), (3, 1), (2, 1), (1, 1), (2, 2), (1, 4), (1, 3)])
+def test_bits(host: Host, way: str, heads: int, tokens: int) -> None:
+    """Some requests have no tokens, or more than is promised; some blocks that tokens see are not wanted."""
+    case = Case([*LENGTHS, 300, 513], [tokens] * len(LENGTHS) + [0, tokens + 6], heads)
+    given = case.arguments(device="cpu")
+    for options in ({}, {"reduce_heads": True}, {"causal": False}, {"q_offset": -3}, {"q_offset": 200}):
+        for blocks in (8, 4):
+            assert_same(scores(given, blocks, tokens, **options), case.expected(blocks, **options))
+    assert set(host.runs) == {f"msa_score_{way}_{score.CODE_COLUMNS}"}
+
+
+@pytest.mark.parametrize("arrivals", ARRIVALS)
+def test_offsets_of_each_request(host: Host, way: str, arrivals: str) -> None:
+    host.arrivals = arrivals
+    case = Case([700, 300, 129], [2, 2, 2], 2)
+    given, offsets = case.arguments(device="cpu"), [500, -1, 2**31 - 1]
+    got = scores(given, 7, 2, q_offset=torch.tensor(offsets, dtype=torch.int32))
+    for b, offset in enumerate(offsets):
+        rows = slice(2 * b, 2 * b + 2)
+        assert_same(got[..., rows], case.expected(7, q_offset=offset)[..., rows])
+
+
+@pytest.mark.parametrize("factor", [-0.375, 0.0, 2.0**100, -(2.0**-120)])
+def test_factors(host: Host, way: str, factor: float) -> None:
+    case = Case([700, 130], [1, 1], 4)
+    for given in (factor, torch.tensor([factor])):
+        assert_same(scores(case.arguments(given, "cpu"), 6), case.expected(6, factor))
+
+
+@pytest.mark.parametrize("arch", [800, 900])
+def test_every_scale(host: Host, way: str, arch: int) -> None:
+    """Subnormal ones, the largest, both signs. Before 8.9 they are widened by integer operations, which know no NaN."""
+    host.arch = arch
+    numbers = torch.tensor([b for b in range(256) if b & 0x7F != 0x7F])
+    case = Case([900, 640], [1, 1], 4, scales=numbers)
+    assert set(case.k_rows.unique().tolist()) == {*numbers.tolist(), 0x7F}
+    assert_same(scores(case.arguments(device="cpu"), 8), case.expected(8))
+    if arch == 800:
+        return
+    for page in case.table[1, :5:2].tolist():
+        case.k_rows[page, 77, page % 8] = 0x7F if page % 2 else 0xFF
+    case.q_rows[0, 2, 5] = 0x7F
+    got = scores(case.arguments(device="cpu"), 8)
+    assert bool(got[:, :5:2, 1].isnan().all() and got[2, :, 0].isnan().all() and got[:2, 1::2, 0].isfinite().all())
+    assert_same(got, case.expected(8))
+
+
+def test_pages_outside_the_cache_any_strides_and_more_tokens_than_promised(host: Host, way: str) -> None:
+    """Tokens 192 bytes apart, pages with gaps, every second entry of a wider table, queries that are apart."""
+    case = Case([1400, 300, 1], [6, 3, 1], 4)
+    want = case.expected(12)
+    given = case.arguments(device="cpu")
+    k, q, table = given["k_fp4"], given["q_fp4"], given["page_table"]
+    apart = torch.full((len(k), 130, 3, 64), 0x77, dtype=torch.uint8)
+    apart[:, 1:129, 1] = k[:, 0]
+    wide = torch.full((3, 2 * table.shape[1]), 10**9, dtype=torch.int32)
+    wide[:, ::2] = table
+    queries = torch.full((10, 9, 64), 0x77, dtype=torch.uint8)
+    queries[:, 1::2] = q
+    given |= {"k_fp4": apart[:, 1:129, 1:2].transpose(1, 2), "page_table": wide[:, ::2], "q_fp4": queries[:, 1::2]}
+    for pages in ({}, {0: -1, 3: 10**9, 9: len(k)}, {4: -(2**31), 8: -1, 10: -1}):
+        for block, page in pages.items():
+            wide[:, 2 * block] = page
+            want[:, block] = -INF
+        for _ in ARRIVALS:
+            assert_same(scores(given, 12), want)
+
+
+def stale(now: Tensor, values: list[int], seed: int) -> Tensor:
+    """Some elements as they were before."""
+    g = torch.Generator().manual_seed(seed)
+    other = torch.tensor(values, dtype=now.dtype)[torch.randint(len(values), now.shape, generator=g)]
+    return torch.where(torch.rand(now.shape, generator=g) < 0.5, other, now)
+
+
+def guess(host: Host, given: dict[str, Any], seed: int) -> None:
+    """Lengths, tokens and pages were others, and all numbers are possible."""
+    host.before = {
+        "seqused_k": stale(given["seqused_k"], [0, 1, 128, 300, 1000, -7, 2**31 - 1], seed),
+        "cu_seqlens_q": stale(given["cu_seqlens_q"], [0, 1, 2, 3, -5, 10**9], seed),
+        "page_table": stale(given["page_table"], [-1, 0, 1, 2, len(given["k_fp4"]), 10**9], seed),
+    }
+
+
+def test_stale_guesses(host: Host, way: str) -> None:
+    for seed in range(12):
+        case = Case([700, 300, 0, 129], [1, 1, 1, 2 + seed % 3], 4 - seed % 2, seed)
+        given = case.arguments(device="cpu")
+        guess(host, given, seed)
+        for options in ({}, {"reduce_heads": True}, {"q_offset": 250}):
+            assert_same(scores(given, 7, **options), case.expected(7, **options))
+
+
+# --- widened keys, against float64 ---
+
+
+@pytest.mark.parametrize("arch", [800, 900])
+@pytest.mark.parametrize(
+    "heads, tokens, paged", [(4, 1, False), (8, 1, True), (5, 3, True), (16, 2, True), (8, 4, False)]
+)
+def test_widened_codes(host: Host, way: str, heads: int, tokens: int, paged: bool, arch: int) -> None:
+    host.arch = arch
+    counts = [tokens, tokens, 1, tokens + 2]
+    arguments, exact, keys = fp4_case([300, 0, 1, 129], counts, heads=heads, kv_heads=1, paged=paged, padding=2)
+    want = expected(exact, keys)
+    if paged:
+        arguments["page_table"][3, 1] = 10**9
+        want[:, 1, -tokens - 4 : -2] = -INF
+        guess(host, arguments, heads)
+    assert_fp4_scores(scores(arguments, 3, tokens), want, exact, keys)
+    assert_fp4_scores(scores(arguments, 3, tokens, reduce_heads=True), want.amax(0, keepdim=True), exact, keys)
+    columns = next(n for n in (8, 16, 32) if heads * tokens <= n)
+    assert set(host.runs) == {f"msa_score_{way}_{columns}"}
+
+
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize("heads", [4, 12])
+@pytest.mark.parametrize("q_dtype", [torch.bfloat16, torch.float16, FP8])
+@pytest.mark.parametrize("k_dtype", [torch.bfloat16, torch.float16, FP8])
+def test_other_formats(
+    host: Host, way: str, q_dtype: torch.dtype, k_dtype: torch.dtype, heads: int, paged: bool
+) -> None:  # fmt: skip
+    arguments, keys = unscaled_case(
+        [300, 0, 1, 129], [1, 1, 1, 3], heads=heads, kv_heads=1, paged=paged, padding=2, q_dtype=q_dtype, k_dtype=k_dtype,
+    )  # fmt: skip
+    want = expected(arguments, keys)
+    assert_scores(msa_proxy_score(**arguments, max_k_tiles=3, max_seqlen_q=1), want)
+    assert set(host.runs) == {f"msa_score_{way}_{8 if heads == 4 else 16}"}
+
+
+# --- that all this can fail ---
+
+MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
+    "none": (None, None),
+    "a set is begun with too soon": (("wait_for_copies<T::SETS - 1>();", "wait_for_copies<T::SETS>();"), DeviceError),
+    "other lanes' copies are not waited for": (
+        ("__syncwarp(); // the other lanes' copies\n          if (here)", "if (here)"),
+        DeviceError,
+    ),
+    "a lane meets others elsewhere": (
+        ("__syncwarp(); // the other lanes' copies\n          if (here)", "if (lane != 3) __syncwarp(); if (here)"),
+        DeviceError,
+    ),
+    "a barrier that some threads pass by": (
+        ("barrier_sync<T::THREADS_EACH>", "if (warp % N > 0) barrier_sync<T::THREADS_EACH>"),
+        DeviceError,
+    ),
+    "guesses are not checked": (("!(request == run.request && page == guessed_page)", "false"), AssertionError),
+    "copies by a guess go on": (("wait_for_copies<0>(); // to where others go", ""), DeviceError),
+    "pages are not checked": (
+        ("has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1", "BLOCK_KEYS"),
+        DeviceError,
+    ),
+    "a wrong constant": (
+        ("NEGATIVE = {0xfdfeff00u, 0xf4f8fafcu}", "NEGATIVE = {0xfdfeff00u, 0xf4f8fafbu}"),
+        AssertionError,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(host: Host, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host.edit, kind_of_error = MUTANTS[name]
+    host.build("nvfp4", host.arch, host.edit)  # what is wrong here is nothing that is caught
+    caught: set[type[Exception]] = set()
+    for way in (("one", 3), ("row", 1), ("row", 3)):
+        monkeypatch.setattr(score, "_row_parts", lambda *_, way=way: way)
+        score.make_plan.cache_clear()
+        for seed in range(6):
+            case = Case([700, 300, 0, 129], [1, 1, 1, 2], 4, seed)
+            given = case.arguments(device="cpu")
+            guess(host, given, seed)
+            try:
+                assert_same(scores(given, 6), case.expected(6))
+            except (AssertionError, DeviceError) as error:
+                caught.add(type(error))
+    assert kind_of_error in caught if kind_of_error else not caught
