@@ -353,12 +353,15 @@ def fp4_case(
     return arguments, exact, keys
 
 
+def fp4_rounding(exact: dict[str, Any], keys: list[Tensor]) -> float:
+    """Products are exact; 128 roundings of their sum, which lies below the product of the two norms."""
+    longest = max((float(x.norm(dim=-1).max()) for x in keys if len(x)), default=0.0)
+    return 128 * 2**-24 * float(exact["q"].norm(dim=-1).max()) * longest
+
+
 def assert_fp4_scores(got: Tensor, want: Tensor, exact: dict[str, Any], keys: list[Tensor]) -> None:
     assert got.dtype == torch.float32
-    # Products are exact; 128 roundings of their sum, which lies below the product of the two norms.
-    longest = max((float(x.norm(dim=-1).max()) for x in keys if len(x)), default=0.0)
-    bound = 128 * 2**-24 * float(exact["q"].norm(dim=-1).max()) * longest
-    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=bound)
+    torch.testing.assert_close(got.double().cpu(), want, rtol=0, atol=fp4_rounding(exact, keys))
 
 
 FP4_LENGTHS, FP4_TOKENS = [300, 0, 128, 1, 517, 130], [1, 2, 1, 1, 4, 0]

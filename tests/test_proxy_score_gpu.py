@@ -18,7 +18,7 @@ from msa_ops.contract import FP8
 from msa_ops.engines.cuda import score
 from test_large_offsets import BEYOND, reserve
 from test_pitfalls_gpu import captured
-from test_proxy_score import DTYPES, cumulative, fp4_case
+from test_proxy_score import DTYPES, cumulative, fp4_case, fp4_rounding
 
 pytestmark = pytest.mark.gpu
 
@@ -238,9 +238,8 @@ def test_a_key_that_is_seen_and_not_a_number_makes_its_block_so() -> None:
 
 
 def fp4_bound(exact: Arguments, keys: list[Tensor]) -> float:
-    """How far two sums of exact products may lie apart: 128 roundings each of what lies below the product of two norms."""
-    longest = max(float(x.norm(dim=-1).max()) for x in keys if len(x))
-    return 2 * 128 * 2**-24 * float(exact["q"].norm(dim=-1).max()) * longest
+    """How far two engines' scores may lie apart."""
+    return 2 * fp4_rounding(exact, keys)
 
 
 @pytest.mark.parametrize("paged", [True, False])

@@ -274,8 +274,8 @@ def test_any_plan_can_be_launched(
         operands=operands, paged=paged, shared=shared << 10,
     )  # fmt: skip
     assert p.tile_tokens * p.tile_heads <= p.columns and p.tile_heads * p.head_tiles >= group
-    row = score.OPERANDS[operands].row
-    most = sms * 4 if not p.kind else max(score._MOST_WAVES * sms * max(row), batch)
+    o = score.OPERANDS[operands]
+    most = max(score._MOST_WAVES * sms * o.row[o.row_columns.index(p.columns)], batch) if p.kind else sms * 4
     assert 0 <= p.workers <= most and 1 <= p.fill_blocks <= sms
     assert (p.workers > 0) == (batch > 0 and key_blocks > 0)
     assert 1 << p.fill_shift <= 128 and p.fill_splits >= 1

@@ -210,8 +210,8 @@ def msa_proxy_score(
         page_table, seqused_k: ``(batch, max_pages)`` and ``(batch,)`` int32, paged keys only.
         causal: token ``i`` of a request sees keys up to its position, ``seqlen_k - seqlen_q + i`` or ``q_offset + i``.
         max_seqlen_q: an upper bound of the requests' query tokens. On CUDA it tells a decoding step, which has faster
-            kernels (more tokens than promised are served all the same; scores of NVFP4 keys may differ in their last
-            bits); elsewhere it is checked, otherwise without effect.
+            kernels (more tokens than promised are served all the same; scores of `msa_proxy_score_fp4` may differ in
+            their last bits); elsewhere it is checked, otherwise without effect.
         max_k_tiles: blocks of the result, at least those of the longest request. Default those of `output`, or without
             one those of the longest request, which are read on the host.
         output: float32 destination of the result's shape, any strides, apart from the inputs.

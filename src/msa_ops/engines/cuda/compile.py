@@ -92,12 +92,13 @@ def _stem(program: Program) -> str:
 def read_cached(program: Program, arch: str) -> list[bytes]:
     """Cubins of this program from the cache, the newest NVRTC's first. Damaged files are passed over."""
     found: list[tuple[tuple[int, ...], bytes]] = []
+    stem = _stem(program)
     try:
-        entries = [e for e in os.scandir(_folder(arch)) if e.name.startswith(f"{_stem(program)}-nvrtc")]
+        entries = [e for e in os.scandir(_folder(arch)) if e.name.startswith(f"{stem}-nvrtc")]
     except OSError:
         return []
     for entry in entries:
-        match = re.fullmatch(rf"{re.escape(_stem(program))}-nvrtc(\d+)\.(\d+)\.cubin", entry.name)
+        match = re.fullmatch(rf"{re.escape(stem)}-nvrtc(\d+)\.(\d+)\.cubin", entry.name)
         if not match:
             continue
         try:

@@ -34,7 +34,9 @@ _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
-_CODE_PART_BYTES = 1 << 17  # and where codes are multiplied: as many blocks of keys for each of a thread block's warps
+_CODE_PART_BYTES = (
+    1 << 17
+)  # and where codes are multiplied: a team has as many blocks of them as where they are widened
 _MOST_WAVES = 4
 # Thread blocks a multiprocessor that settle early what to begin with; and up to how many, of one block of keys each, all ask L2
 # for it. Of more, one does.
@@ -71,9 +73,14 @@ class Operands:
     """Thread blocks of the kernels for all else."""
 
     def at_once(self, kind: str, columns: int) -> int:
-        """Blocks of keys that a thread block of the kernels for rows scores at once, one a team (`T::COUNT` of
-        kernels/score_row.cu). Where codes are multiplied for shared rows, each warp is a team."""
-        return _THREADS // 32 if (kind, columns) == ("row", CODE_COLUMNS) else self.together
+        """Blocks of keys that a thread block of the kernels for rows scores at once, one a team: `T::COUNT` of
+        kernels/score_row.cu."""
+        return _THREADS // 32 if self.warp_each(kind, columns) else self.together
+
+    @staticmethod
+    def warp_each(kind: str, columns: int) -> bool:
+        """Each warp is a team: where codes are multiplied for shared rows."""
+        return (kind, columns) == ("row", CODE_COLUMNS)
 
     def row_shared(self, kind: str, columns: int) -> int:
         """Shared memory of a thread block of the kernels for rows, to within a few hundred bytes, in bytes."""
@@ -230,8 +237,9 @@ def make_plan(
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
-        # All that fit settle early where codes are multiplied for shared rows.
-        early = min(workers, fits[1] if (kind, width) == ("row", CODE_COLUMNS) else _EARLY_BLOCKS * sms)
+        # Where a warp has a block of keys all that fit settle early: faster where they fit at once, else equal (kernel-notes,
+        # "products of the codes").
+        early = min(workers, fits[1] if o.warp_each(kind, width) else _EARLY_BLOCKS * sms)
     else:
         slots = sms * o.stream[COLUMNS.index(columns)]
         slots -= min(fill_blocks, slots // 16)

@@ -1,12 +1,13 @@
 // Scores of NVFP4 keys for few queries: products of the codes themselves, in integers, and scales behind them.
 //
 // On 9.0 widening e2m1 to fp16 and scaling it takes longer than the keys take to arrive. Twice an e2m1 value is an integer of at
-// most 12, and a byte permutation finds it by its code, four at a time: a code's low three bits choose one of eight bytes, and with
-// its sign bit set the result is that byte's sign, -1 or 0. So a value is the sum of two, of `POSITIVE` by the codes and `NEGATIVE`
-// by the codes with their signs flipped: v > 0 is (v + 1) + -1, and v <= 0 is 0 + v. The product of a group of 16 is exact.
+// most 12, and a byte permutation finds it by its code, four at a time: a code's low three bits choose one of eight bytes, and
+// with its sign bit set the result is that byte's sign, -1 or 0. So a value is the sum of two, of `POSITIVE` by the codes and
+// `NEGATIVE` by the codes with their signs flipped: v > 0 is (v + 1) + -1, and v <= 0 is 0 + v. The product of a group of 16 is
+// exact.
 //
-// The scales of a key differ by group, and a step of the products, 32 dims, has two groups. Its eight columns are four (token, head)
-// pairs twice: with the dims of the first group, zeros elsewhere, and with those of the second.
+// The scales of a key differ by group, and a step of the products, 32 dims, has two groups. Its eight columns are four (token,
+// head) pairs twice: with the dims of the first group, zeros elsewhere, and with those of the second.
 constexpr int PAIRS = 4; // (token, head)
 constexpr int CODE_STEPS = HEAD_DIM / 32, CODE_GROUPS = HEAD_DIM / 16;
 constexpr float CODE_FACTOR = 0.25f; // operands are twice the values, on both sides
@@ -21,8 +22,8 @@ constexpr Bytes NEGATIVE = {0xfdfeff00u, 0xf4f8fafcu}; // less twice each magnit
 // By the four codes in the low half of `codes`.
 DEVICE u32 choose(Bytes from, u32 codes) { return permute(from.low, from.high, codes); }
 
-// Accumulators start from the bits of this float, 1.5 * 2^23. What is added to them, less than 2^22, is added to the float as well:
-// they are floats when the products are done, and nothing has to be converted.
+// Accumulators start from the bits of this float, 1.5 * 2^23. What is added to them, less than 2^22, is added to the float as
+// well: they are floats when the products are done, and nothing has to be converted.
 constexpr float BIAS = 12582912.f;
 
 // d = c + a (16 x 32, row) * b (32 x 8, column).
@@ -82,7 +83,9 @@ struct CodeQueries {
     if (p.reduce && head == run.first_head && token < run.token + run.tokens) shared.out[token - run.token] = out;
   }
 
-  static DEVICE_MEMBER int token_of(const ScoreParams &p, const Run &run, int pair) { return run.token + p.tile_heads.quotient(pair); }
+  static DEVICE_MEMBER int token_of(const ScoreParams &p, const Run &run, int pair) {
+    return run.token + p.tile_heads.quotient(pair);
+  }
   static DEVICE_MEMBER int head_of(const ScoreParams &p, const Run &run, int pair) {
     return run.first_head + pair - p.tile_heads.quotient(pair) * run.heads;
   }
@@ -113,7 +116,7 @@ template <int N> struct CodeScorer {
 
   // Takes in a set of a warp's keys.
   DEVICE_MEMBER void score(const Memory &shared, int block, int set, bool all_seen, int warp, int lane) {
-    // This lane's row of the four matrices that are read at once: a piece of a tile's first and second eight keys, and the next one.
+    // This lane's row of the four matrices that are read at once: a piece of a tile's first and second eight keys, and the next.
     const int row = lane & 7, own = lane >> 2;
     const u32 from = shared_address(&shared.keys[warp][half_tile<T>(0, lane >> 3 & 1) + row][key_place(row, lane >> 4)]);
     uint4 scales[2];

@@ -17,10 +17,11 @@ template <typename Queries, typename T> struct RowShared : Queries {
   Scales<T> scales[SCALED ? WARPS : 1];
 };
 
-// Where 16 bytes of a key lie. Eight lanes read at once: half of the pieces of two neighbours, or all four of two NVFP4 keys
-// (`read_keys`), or the same piece of eight of these (ldmatrix).
+// Where 16 bytes of a key lie. Eight lanes read at once: four pieces of two neighbours (`read_keys`), or the same piece of eight
+// NVFP4 keys (ldmatrix).
 DEVICE int key_place(int key, int chunk) { return ROW_BYTES == 64 ? chunk ^ (key >> 1 & 3) : chunk ^ (key & 1) * 4; }
-// Where the scales of `row` lie: the eight lanes that read together have both halves of two, or one of eight.
+// Where the scales of `row` lie. Eight lanes read at once: both halves of two rows, or one half of two. Those that write have one
+// half of eight.
 DEVICE int scale_place(int half, int row) { return row ^ half * 4; }
 
 // A warp copies those keys of a block that it is going to read. Keys that no token sees are not read: the last one seen stands

@@ -87,7 +87,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   const int index = p.row_parts.quotient(number);
   const u32 slot = number - index * p.row_parts.value;
   auto share_of = [&](int blocks) { return ONE ? RowShare::one(slot, blocks, T::COUNT) : RowShare::even(p, slot, blocks); };
-  bool present; // there is a block under way, and it has a page
+  bool present; // the block under way has a page (and, where codes are multiplied, keys that some token sees)
   auto ask = [&](const Run &run, int block, int page) {
     if constexpr (BY_SETS) {
       SetCopier<T> copier(p, run, block, page, shared.keys[warp], shared.scales[warp], warp, lane);
@@ -186,7 +186,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
               copier = SetCopier<T>(p, same, next, page, shared.keys[warp], shared.scales[warp], warp, lane);
               present = copier.present();
             }
-            __syncwarp(); // all lanes have read what is overwritten now
+            __syncwarp(); // all lanes have read what is overwritten now: products have met them all, but order no memory
             copier.copy(p, lane);
           }
           commit_copies(); // one group a set, be it empty
@@ -209,7 +209,8 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   } while (++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1));
 }
 
-// Elsewhere than on 9.0, where they were counted, registers are taken to hold a third less; half as many of NVFP4 keys.
+// Elsewhere than on 9.0, where registers were counted, a multiprocessor is taken to run a third fewer thread blocks, with NVFP4
+// keys half as many.
 // score.py knows the rule (`Operands.held`).
 constexpr int room(int there) {
 #if __CUDA_ARCH__ == 900
