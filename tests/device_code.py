@@ -58,15 +58,15 @@ class Kernels:
     library: ctypes.CDLL
 
     def launch(
-        self, plan: score.ScorePlan, params: bytes, reads: Sequence[tuple[Tensor, Tensor | None]], arrivals: str, seed: int
+        self, plan: score.ScorePlan, params: bytes, reads: Sequence[tuple[Tensor, Tensor | None, int]], arrivals: str, seed: int
     ) -> None:  # fmt: skip
-        """Run a plan's kernel. It may copy, or read ahead, from the storages of `reads` alone; each may come with what stands
-        there while the kernel before still runs, a tensor of the same storage size."""
+        """Run a plan's kernel. It may copy, or read ahead, from the storages of `reads` alone, but for so many bytes at their
+        ends; each may come with what stands there while the kernel before still runs, a tensor of the same storage size."""
         regions = (_Region * len(reads))()
-        for region, (now, before) in zip(regions, reads, strict=True):
+        for region, (now, before, left_alone) in zip(regions, reads, strict=True):
             storage = now.untyped_storage()
             assert before is None or before.untyped_storage().nbytes() == storage.nbytes()
-            region.first, region.last = storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+            region.first, region.last = storage.data_ptr(), storage.data_ptr() + storage.nbytes() - left_alone
             region.before = None if before is None else before.untyped_storage().data_ptr()
         launch = self.library.launch
         launch.restype = ctypes.c_char_p

@@ -61,6 +61,8 @@ class Host:
     arrivals: str | None = None  # None: each in turn
     before: dict[str, Tensor] = field(default_factory=dict)
     """What stood in tensors of the call, by their names in `ScoreProblem`, while the kernel before still ran."""
+    left_alone: dict[str, int] = field(default_factory=dict)
+    """Bytes at the end of tensors of the call that nothing may read."""
     runs: list[str] = field(default_factory=list)
 
     def score_blocks(self, problem: ScoreProblem, seqlen_q: int | None, blocks: int, _: None) -> Tensor:
@@ -76,7 +78,7 @@ class Host:
         kernels.launch(
             plan,
             score.pack(problem, plan, output),
-            [(x, self.before.get(name)) for name, x in tensors.items() if isinstance(x, Tensor)],
+            [(x, self.before.get(n), self.left_alone.get(n, 0)) for n, x in tensors.items() if isinstance(x, Tensor)],
             self.arrivals or ARRIVALS[seed % 3],
             seed,
         )
@@ -167,6 +169,31 @@ def test_pages_outside_the_cache_any_strides_and_more_tokens_than_promised(host:
             want[:, block] = -INF
         for _ in ARRIVALS:
             assert_same(scores(given, 12), want)
+
+
+@pytest.mark.parametrize(
+    "heads, edit",
+    [
+        (4, ("min(key + 32 * i, last)", "key + 32 * i")),
+        (8, ("first + min(own + row(i), last) * (i64)p.k_row", "first + (own + row(i)) * (i64)p.k_row")),
+    ],
+)
+def test_keys_that_no_token_sees_are_not_read(host: Host, way: str, heads: int, edit: tuple[str, str]) -> None:
+    """The cache ends with the last key of a request, in the middle of a page."""
+    case = Case([300, 129], [1, 1], heads)
+    given, end = case.arguments(device="cpu"), len(case.k) - 1
+    last = int(case.table[0, 2])
+    order = torch.arange(end + 1)
+    order[[last, end]] = order[[end, last]]
+    given["k_fp4"], given["k_scale"] = given["k_fp4"][order], given["k_scale"].view(-1, 1024)[order].flatten()
+    given["page_table"] = torch.where(case.table < 0, -1, order[case.table]).int()
+    host.left_alone = {"k": (3 * 128 - 300) * 64}
+    for _ in ARRIVALS:
+        torch.testing.assert_close(scores(given, 4), case.expected(4), rtol=0, atol=0 if heads == 4 else 0.01)
+    host.edit = edit
+    host.build("nvfp4", host.arch, host.edit)
+    with pytest.raises(DeviceError):
+        scores(given, 4)
 
 
 def stale(now: Tensor, values: list[int], seed: int) -> Tensor:
