@@ -34,9 +34,7 @@ _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
-_CODE_PART_BYTES = (
-    1 << 17
-)  # and where codes are multiplied: a team has as many blocks of them as where they are widened
+_CODE_PART_BYTES = 1 << 17  # where codes are multiplied; a team has as many blocks of keys as where they are widened
 _MOST_WAVES = 4
 # Thread blocks a multiprocessor that settle early what to begin with; and up to how many, of one block of keys each, all ask L2
 # for it. Of more, one does.
@@ -204,7 +202,8 @@ def make_plan(
     """The plan of a call whose result is not empty; a pure function.
 
     `blocks` are those of the result, `key_blocks` those that a request can have, `seqlen_q` bounds the tokens of a request
-    (the plan serves more, too) and `blocks_innermost` tells that neighbouring blocks of the result are neighbours in memory.
+    (the plan serves more, too), `paged` tells the form of the cache, and `blocks_innermost` that neighbouring blocks of the
+    result are neighbours in memory.
     `shared` bytes of shared memory has each of `sms` multiprocessors. `counted`: they are 9.0's, whose registers were counted.
     """
     group = heads // kv_heads
@@ -232,8 +231,8 @@ def make_plan(
     if width is not None:
         columns, tile_tokens = width, width // group
         place = o.row_columns.index(width)
-        held = (("one", o.one[place]), ("row", o.row[place]))
-        fits = [sms * min(o.room(kernel, width, shared), o.held(count, counted)) for kernel, count in held]
+        counts = (("one", o.one[place]), ("row", o.row[place]))
+        fits = [sms * min(o.room(kernel, width, shared), o.held(count, counted)) for kernel, count in counts]
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
@@ -261,7 +260,7 @@ def _hinting_blocks(kind: str, workers: int, sms: int) -> int:
 
 
 def _row_width(o: Operands, pairs: int, paged: bool, shared: int) -> int | None:
-    """The columns of the kernels for rows that serve so many (token, head) pairs; None if the others have to.
+    """The columns of the kernels for rows that serve so many (token, head) pairs; None if kernels for all else have to.
 
     Each thread block waits for its keys: those kernels need several on a multiprocessor, more than half of what 9.0 runs.
     Codes are multiplied where caches are paged: there the scales of four keys, 32 apart, are 16 bytes in one place.

@@ -210,8 +210,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
 }
 
 // Elsewhere than on 9.0, where registers were counted, a multiprocessor is taken to run a third fewer thread blocks, with NVFP4
-// keys half as many.
-// score.py knows the rule (`Operands.held`).
+// keys half as many. score.py knows the rule (`Operands.held`).
 constexpr int room(int there) {
 #if __CUDA_ARCH__ == 900
   return there;
@@ -220,7 +219,7 @@ constexpr int room(int there) {
 #endif
 }
 
-#define ENTRY(KIND, ROOM, COLUMNS, ONE, SCORER)                                                              \
+#define ENTRY(KIND, ROOM, COLUMNS, ONE, SCORER)                                                               \
   extern "C" __global__ void __launch_bounds__(THREADS, room(ROOM))                                           \
       msa_score_##KIND##_##COLUMNS(const __grid_constant__ ScoreParams p) {                                   \
     score_row<SCORER, ONE>(p);                                                                                \
