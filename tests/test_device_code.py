@@ -34,7 +34,7 @@ pytestmark = [
 ]
 INF = float("inf")
 SHARED = 228 << 10
-READ = ("q", "k", "k_scale", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "q_offset")
+READ = ("q", "q_scale", "k", "k_scale", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "q_offset")
 LENGTHS = [700, 130, 0, 1, 128, 257, 77]
 Build = Callable[..., Kernels]
 
@@ -266,7 +266,10 @@ def test_other_formats(
 
 MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
     "none": (None, None),
-    "a set is begun with too soon": (("wait_for_copies<T::SETS - 1>();", "wait_for_copies<T::SETS>();"), DeviceError),
+    "a set is begun with too soon": (
+        ("wait_for_copies<Scorer::AHEAD - 1>();", "wait_for_copies<Scorer::AHEAD>();"),
+        DeviceError,
+    ),
     "other lanes' copies are not waited for": (
         ("__syncwarp(); // the other lanes' copies\n          if (here)", "if (here)"),
         DeviceError,

@@ -73,12 +73,8 @@ class Operands:
     def at_once(self, kind: str, columns: int) -> int:
         """Blocks of keys that a thread block of the kernels for rows scores at once, one a team: `T::COUNT` of
         kernels/score_row.cu."""
-        return _THREADS // 32 if self.warp_each(kind, columns) else self.together
-
-    @staticmethod
-    def warp_each(kind: str, columns: int) -> bool:
-        """Each warp is a team: where codes are multiplied for shared rows."""
-        return (kind, columns) == ("row", CODE_COLUMNS)
+        each_warp = (kind, columns) == ("row", CODE_COLUMNS)  # is a team: where codes are multiplied for shared rows
+        return _THREADS // 32 if each_warp else self.together
 
     def row_shared(self, kind: str, columns: int) -> int:
         """Shared memory of a thread block of the kernels for rows, to within a few hundred bytes, in bytes."""
@@ -236,9 +232,9 @@ def make_plan(
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
-        # Where a warp has a block of keys all that fit settle early: faster where they fit at once, else equal (kernel-notes,
-        # "products of the codes").
-        early = min(workers, fits[1] if o.warp_each(kind, width) else _EARLY_BLOCKS * sms)
+        # Where codes are multiplied all that fit settle early: what does not is the last to end (kernel-notes, "What a warp does
+        # beside its products").
+        early = min(workers, fits[kind == "row"] if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
     else:
         slots = sms * o.stream[COLUMNS.index(columns)]
         slots -= min(fill_blocks, slots // 16)

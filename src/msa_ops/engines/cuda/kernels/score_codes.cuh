@@ -35,30 +35,38 @@ DEVICE void multiply_add_codes(u32 (&d)[4], const u32 (&a)[4], uint2 b, const u3
 
 struct CodeShared {
   uint2 query[CODE_STEPS][32];     // operands of a step, by lane
-  float scale[PAIRS][CODE_GROUPS]; // of the queries, with CODE_FACTOR
-  float factor[PAIRS];             // what a pair's scores are multiplied with
+  float4 scale[CODE_STEPS][PAIRS]; // of either group of a step: the query's, with CODE_FACTOR; what takes the bias off
   int limit[PAIRS];                // keys that a pair's token sees
   float best[WARPS][PAIRS];
-  float *out[PAIRS]; // where the scores of a pair, or of a token's pairs, go: those of block 0
+  float *out[PAIRS]; // where the score of block 0 goes, a pair's or, by its first pair, a token's; null: nowhere
+  float factor;      // what scores are multiplied with
   Run run[1];
   u32 positive, negative; // the low words of `POSITIVE` and `NEGATIVE`: constants would come into a register anew each time
 };
 
 // From stored queries to operands. A thread has a word of a step's; of the first 32, each has a scale too.
 struct CodeQueries {
+  const u8 *from, *scale_from; // null: there is nothing to load
   u32 codes, scale;
+  GlobalScales global_scales;
 
-  DEVICE_MEMBER void load(const ScoreParams &p, const Run &run) {
+  DEVICE_MEMBER void find(const ScoreParams &p, const Run &run) {
     const int step = threadIdx.x >> 5, lane = threadIdx.x & 31, column = lane >> 2, word = lane & 3;
-    codes = scale = 0;
+    from = scale_from = nullptr;
     const int pair = column >> 1;
     if (pair < run.tokens * run.heads && word >> 1 == (column & 1))
-      codes = *(const u32 *)(p.q + token_of(p, run, pair) * p.q_token + head_of(p, run, pair) * p.q_head + step * 16 + word * 4);
+      from = p.q + token_of(p, run, pair) * p.q_token + head_of(p, run, pair) * p.q_head + step * 16 + word * 4;
     const int scaled = threadIdx.x / CODE_GROUPS;
     if (scaled < run.tokens * run.heads) {
       const i64 row = (i64)token_of(p, run, scaled) * (p.kv_heads * p.group) + head_of(p, run, scaled);
-      scale = p.q_scale[tiled_scale(row, threadIdx.x % CODE_GROUPS)];
+      scale_from = p.q_scale + tiled_scale(row, threadIdx.x % CODE_GROUPS);
     }
+  }
+
+  DEVICE_MEMBER void load(const ScoreParams &p, const Run &) {
+    global_scales.load(p);
+    codes = from ? *(const u32 *)from : 0;
+    scale = scale_from ? *scale_from : 0;
   }
 
   DEVICE_MEMBER void store(const ScoreParams &p, const Run &run, CodeShared &shared) const {
@@ -68,19 +76,20 @@ struct CodeQueries {
                    __vadd4(choose(POSITIVE, codes >> 16), choose(NEGATIVE, flipped >> 16)));
     const int pair = threadIdx.x / CODE_GROUPS, group = threadIdx.x % CODE_GROUPS;
     if (pair >= PAIRS) return;
-    const float global = global_scale(p);
+    const float global = global_scales.factor(p);
     u32 widened, unused;
     widen_scales(scale, widened, unused);
     // A factor below 0 makes the largest score of the smallest product: its sign goes into the scales.
-    shared.scale[pair][group] = unpack_fp16(widened).x * (global < 0.f ? -CODE_FACTOR : CODE_FACTOR);
+    const float x = unpack_fp16(widened).x * (global < 0.f ? -CODE_FACTOR : CODE_FACTOR);
+    ((float2 *)&shared.scale[group >> 1][pair])[group & 1] = make_float2(x, x * -BIAS); // exact
     if (group > 0) return;
-    if (pair == 0) shared.positive = POSITIVE.low, shared.negative = NEGATIVE.low;
-    shared.factor[pair] = fabsf(global);
+    if (pair == 0) shared.positive = POSITIVE.low, shared.negative = NEGATIVE.low, shared.factor = fabsf(global);
     const int token = token_of(p, run, pair), head = head_of(p, run, pair);
     shared.limit[pair] = run.request.limit(p, run.place + token - run.token);
-    float *const out = p.out + token * p.out_token;
-    if (!p.reduce) shared.out[pair] = out + head * p.out_head;
-    if (p.reduce && head == run.first_head && token < run.token + run.tokens) shared.out[token - run.token] = out;
+    float *out = p.out + token * p.out_token;
+    if (!p.reduce) out += head * p.out_head;
+    const bool given = pair < run.tokens * run.heads && (!p.reduce || head == run.first_head);
+    shared.out[pair] = given ? out : nullptr;
   }
 
   static DEVICE_MEMBER int token_of(const ScoreParams &p, const Run &run, int pair) {
@@ -95,22 +104,17 @@ struct CodeQueries {
 template <int N> struct CodeScorer {
   static constexpr bool FEW = true, BY_SETS = true;
   static constexpr bool ONE = N > 1; // teams have no more than a block each
+  // Sets under way. Not all of a block: of what is asked for at once, memory may bring the first last.
+  static constexpr int AHEAD = ONE ? Team<N>::SETS : 3;
   typedef Team<N> T;
   typedef CodeQueries Queries;
+  typedef SetCopier<T> Copier;
   typedef RowShared<CodeShared, T> Memory;
   float best;
-  float scale[CODE_GROUPS], offset[CODE_GROUPS]; // of the pair's query; what takes the bias off
-  u32 positive, negative;                        // see `CodeShared`
+  u32 positive, negative; // see `CodeShared`
 
+  // Takes what is the same for all blocks.
   DEVICE_MEMBER void begin(const Memory &shared, int lane) {
-    best = NEG_INF;
-#pragma unroll
-    for (int i = 0; i < CODE_GROUPS; i += 4) {
-      const float4 x = *(const float4 *)&shared.scale[lane & 3][i];
-      scale[i] = x.x, scale[i + 1] = x.y, scale[i + 2] = x.z, scale[i + 3] = x.w;
-    }
-#pragma unroll
-    for (int i = 0; i < CODE_GROUPS; i++) offset[i] = scale[i] * -BIAS; // exact
     positive = shared.positive, negative = shared.negative;
   }
 
@@ -152,6 +156,7 @@ template <int N> struct CodeScorer {
 #pragma unroll
     for (int step = 0; step < CODE_STEPS; step++) {
       const uint2 q = shared.query[step][lane];
+      const float4 scale = shared.scale[step][lane & 3]; // each time: registers for all are short
       u32 a[4], c[4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -172,8 +177,7 @@ template <int N> struct CodeScorer {
         const float2 widened = unpack_fp16(pair[step & 1]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const int group = 2 * step + i;
-          const float product = fmaf(__uint_as_float(c[2 * half + i]), scale[group], offset[group]); // exact
+          const float product = fmaf(__uint_as_float(c[2 * half + i]), i ? scale.z : scale.x, i ? scale.w : scale.y); // exact
           sum[half] = fmaf(product, i ? widened.y : widened.x, sum[half]);
         }
       }
@@ -191,16 +195,13 @@ template <int N> struct CodeScorer {
 #pragma unroll
       for (int w = 1; w < N; w++) best = larger(best, shared.best[warp + w][lane & 3]);
     }
-    float x = best == NEG_INF ? best : best * shared.factor[lane & 3];
-    int cells = run.tokens * run.heads, pair = lane & 3;
-    if (p.reduce) { // a lane for each token
-      const float of_pair = x;
-      cells = run.tokens, pair = lane * run.heads & 3;
-      for (int i = 0; i < run.heads; i++) {
-        const float other = __shfl_sync(ALL_LANES, of_pair, pair + i);
-        x = i == 0 ? other : larger(x, other);
-      }
+    float x = best == NEG_INF ? best : best * shared.factor;
+    if (p.reduce) { // the pairs of a token are side by side
+      if (run.heads == 3 && (lane & 3) == 3) x = NEG_INF;
+      if (run.heads > 1) x = larger(x, __shfl_xor_sync(ALL_LANES, x, 1));
+      if (run.heads > 2) x = larger(x, __shfl_xor_sync(ALL_LANES, x, 2));
     }
-    if (lane < cells && block * BLOCK_KEYS < shared.limit[pair]) shared.out[lane][block * p.out_block] = x;
+    float *const out = shared.out[lane & 3];
+    if (lane < PAIRS && out && block * BLOCK_KEYS < shared.limit[lane & 3]) out[block * p.out_block] = x;
   }
 };

@@ -65,6 +65,26 @@ DEVICE void copy_scales(const ScoreParams &p, Scales<T> &to, const Run &run, int
   }
 }
 
+// A block of keys, copied as a whole.
+template <typename T> struct BlockCopier {
+  int block, page;
+
+  BlockCopier() = default;
+  template <typename Memory>
+  DEVICE_MEMBER BlockCopier(const ScoreParams &, const Run &, int block, int page, const Memory &, int, int)
+      : block(block), page(page) {}
+  DEVICE_MEMBER bool present(const ScoreParams &p) const { return has_page(p, page); }
+
+  template <typename Memory>
+  DEVICE_MEMBER void copy(const ScoreParams &p, const Run &run, Memory &to, int warp, int lane) const {
+    const u64 policy = l2_evict_first();
+    const int last_seen = run.highest - block * BLOCK_KEYS - 1;
+    copy_keys<T>(p, to.keys[warp], first_key(p, run, block, page), last_seen, policy, warp, lane);
+    if constexpr (SCALED) copy_scales<T>(p, to.scales[warp], run, block * BLOCK_KEYS, page, policy, warp, lane);
+    commit_copies();
+  }
+};
+
 // The first key of either half of a tile among a warp's copied ones.
 template <typename T> DEVICE int half_tile(int tile, int half) { return T::GROUP * (2 * (tile & 1) + half) + 8 * (tile >> 1); }
 
@@ -85,25 +105,60 @@ template <typename T> struct SetCopier {
   const u8 *keys, *scales; // 16 bytes of the block's first key; the lane's row of scales
   int key;                 // the lane's, in the block
   int last;                // that any token sees; below 0: there is nothing to copy
+  bool side_by_side;       // all keys are seen, and nothing lies between them
   u32 to, scales_to;       // in shared memory
 
   SetCopier() = default;
-  DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, Keys<T> &keys_at,
-                          Scales<T> &scales_at, int warp, int lane) {
+  template <typename Memory>
+  DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, const Memory &memory, int warp, int lane) {
     const int first = T::first_key(warp), half = lane >> 3 & 1, row = lane & 7;
     key = first + (lane >> 2);
     last = has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1;
+    side_by_side = last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES;
     keys = p.k + page * p.k_page + (lane & 3) * 16;
     scales = p.k_scale + (i64)page * SCALE_TILE_BYTES + half * 512 + (first + row) * 16;
-    to = shared_address(&keys_at[lane >> 2][key_place(lane >> 2, lane & 3)]);
-    scales_to = shared_address(&scales_at[half][scale_place(half, row)]);
+    to = shared_address(&memory.keys[warp][lane >> 2][key_place(lane >> 2, lane & 3)]);
+    scales_to = shared_address(&memory.scales[warp][half][scale_place(half, row)]);
   }
-  DEVICE_MEMBER bool present() const { return last >= 0; }
+  DEVICE_MEMBER bool present(const ScoreParams &) const { return last >= 0; }
 
+  // The next set.
   DEVICE_MEMBER void copy(const ScoreParams &p, int lane) {
-    if (!present()) return;
+    if (!present(p)) return;
+    if (side_by_side)
+      copy_set<true>(p, lane);
+    else
+      copy_set<false>(p, lane);
+  }
+
+  // The next `SETS` sets, a group of copies each.
+  template <int SETS> DEVICE_MEMBER void copy_sets(const ScoreParams &p, int lane) {
+    if (side_by_side) {
 #pragma unroll
-    for (int i = 0; i < 4; i++) copy_async_plain(to + i * T::GROUP * ROW_BYTES, keys + min(key + 32 * i, last) * (i64)p.k_row);
+      for (int set = 0; set < SETS; set++) {
+        copy_set<true>(p, lane);
+        commit_copies();
+      }
+    } else {
+#pragma unroll 1
+      for (int set = 0; set < SETS; set++) {
+        if (present(p)) copy_set<false>(p, lane);
+        commit_copies();
+      }
+    }
+  }
+
+private:
+  template <bool SIDE_BY_SIDE> DEVICE_MEMBER void copy_set(const ScoreParams &p, int lane) {
+    auto place = [&](int i) { return to + i * T::GROUP * ROW_BYTES; };
+    if constexpr (SIDE_BY_SIDE) {
+      const u8 *const from = keys + key * ROW_BYTES;
+#pragma unroll
+      for (int i = 0; i < 4; i++) copy_async_plain(place(i), from + i * 32 * ROW_BYTES);
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < 4; i++) copy_async_plain(place(i), keys + min(key + 32 * i, last) * (i64)p.k_row);
+    }
     if (lane < 16) copy_async_plain(scales_to, scales);
     key += 8, to += 8 * ROW_BYTES, scales += 8 * 16, scales_to += 8 * 16;
   }

@@ -88,9 +88,17 @@ DEVICE void key_operands(const uint4 (&keys)[2][CHUNKS], int pair, const u32 (&s
 }
 
 // --- queries ----------------------------------------------------------------------------------------------------------
-// NVFP4: what scores are multiplied with in the end.
+// NVFP4: the global scales that are known to the device alone, and what scores are multiplied with in the end.
+struct GlobalScales {
+  float q, k;
+
+  DEVICE_MEMBER void load(const ScoreParams &p) { q = p.q_global ? *p.q_global : 1.f, k = p.k_global ? *p.k_global : 1.f; }
+  DEVICE_MEMBER float factor(const ScoreParams &p) const { return p.factor * q * k; }
+};
 DEVICE float global_scale(const ScoreParams &p) {
-  return p.factor * (p.q_global ? *p.q_global : 1.f) * (p.k_global ? *p.k_global : 1.f);
+  GlobalScales scales;
+  scales.load(p);
+  return scales.factor(p);
 }
 
 template <int COLUMNS> struct Shared {
@@ -107,6 +115,8 @@ template <int COLUMNS> struct Shared {
 template <int COLUMNS> struct QueryRows {
   static constexpr int PARTS = COLUMNS * 16 / THREADS;
   uint4 raw[PARTS];
+
+  DEVICE_MEMBER void find(const ScoreParams &, const Run &) {} // `load` does, for registers are short
 
   DEVICE_MEMBER void load(const ScoreParams &p, const Run &run) {
 #pragma unroll

@@ -17,6 +17,7 @@ template <int COLUMNS> struct RowScorer {
   static constexpr bool BY_SETS = false;                                         // or a block at a time
   typedef WideningTeam T;
   typedef QueryRows<COLUMNS> Queries;
+  typedef BlockCopier<T> Copier;
   typedef RowShared<Shared<COLUMNS>, T> Memory;
   float best[COLUMNS / 4];
 
@@ -73,6 +74,8 @@ DEVICE void prefetch_keys(const ScoreParams &p, const Run &run, int block, int p
 }
 DEVICE void prefetch_query(const ScoreParams &p, const Run &run, int lane) {
   if (lane < run.heads) prefetch_line(p.q + run.token * p.q_token + (run.first_head + lane) * p.q_head);
+  if constexpr (SCALED) // two lines: the first 64 dims of the token's heads, and the last
+    if (lane >= 30) prefetch_line(p.q_scale + tiled_scale((i64)run.token * (p.kv_heads * p.group), (lane - 30) * 4));
 }
 
 // ONE: teams have no more than a block each.
@@ -88,45 +91,44 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   const u32 slot = number - index * p.row_parts.value;
   auto share_of = [&](int blocks) { return ONE ? RowShare::one(slot, blocks, T::COUNT) : RowShare::even(p, slot, blocks); };
   bool present; // the block under way has a page (and, where codes are multiplied, keys that some token sees)
-  auto ask = [&](const Run &run, int block, int page) {
-    if constexpr (BY_SETS) {
-      SetCopier<T> copier(p, run, block, page, shared.keys[warp], shared.scales[warp], warp, lane);
-      present = copier.present();
-#pragma unroll
-      for (int set = 0; set < T::SETS; set++) {
-        copier.copy(p, lane);
-        commit_copies();
-      }
-    } else {
-      present = has_page(p, page);
-      if (!present) return;
-      const u64 policy = l2_evict_first();
-      const int last_seen = run.highest - block * BLOCK_KEYS - 1;
-      copy_keys<T>(p, shared.keys[warp], first_key(p, run, block, page), last_seen, policy, warp, lane);
-      if constexpr (SCALED) copy_scales<T>(p, shared.scales[warp], run, block * BLOCK_KEYS, page, policy, warp, lane);
-      commit_copies();
-    }
+  auto copier_of = [&](const Run &run, int block, int page) {
+    return typename Scorer::Copier(p, run, block, page, shared, warp, lane);
+  };
+  auto ask = [&](typename Scorer::Copier &copier, const Run &run) {
+    present = copier.present(p);
+    if constexpr (BY_SETS)
+      copier.template copy_sets<Scorer::AHEAD>(p, lane);
+    else if (present)
+      copier.copy(p, run, shared, warp, lane);
   };
 
   Run run;
   run.index = index, run.before = run.more = false;
   run.take_heads(p, 0);
+  auto take = [&](const Request &request, u32 tile) {
+    run.take_tokens(p, request, tile);
+    const RowShare share = share_of(run.tokens > 0 ? Request::blocks(p, run.highest) : 0);
+    run.first = share.first, run.last = share.last;
+  };
   int first = share_of(p.row_blocks).first + team, guessed_page = -1; // block of a request that is as long as it can be
   bool guessed = false;
+  typename Scorer::Queries rows;
+  typename Scorer::Copier copier;
 #ifdef HAS_CLUSTER
   if (number < (u32)p.early) {
     const Request::Words words(p, index, read_early);
     guessed_page = page_of(p, index, first, read_early);
-    run.take_tokens(p, Request(p, words), 0);
-    const RowShare share = share_of(run.tokens > 0 ? Request::blocks(p, run.highest) : 0);
-    if (!ONE && share.first + team != first) {
-      first = share.first + team;
+    take(Request(p, words), 0);
+    if (!ONE && run.first + team != first) {
+      first = run.first + team;
       guessed_page = page_of(p, index, first, read_early);
     }
-    guessed = first < share.last;
+    guessed = first < run.last;
     if (guessed) {
-      if (FEW && warp == WARPS - 1) prefetch_query(p, run, lane);
+      // NVFP4: one thread block for all of a request: hundreds that ask for one line wait for one another.
+      if (FEW && warp == WARPS - 1 && (!BY_SETS || slot == 0)) prefetch_query(p, run, lane);
       if (number < (u32)p.hinting && threadIdx.x % T::THREADS_EACH == 0) prefetch_keys(p, run, first, guessed_page);
+      if (BY_SETS) rows.find(p, run), copier = copier_of(run, first, guessed_page); // elsewhere registers are short
     }
   }
 #endif
@@ -143,9 +145,11 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   // Reads in this order: those behind the keys of many thread blocks arrive after them.
   const int page = page_of(p, index, first);
   const Request::Words words(p, index, read_now);
-  typename Scorer::Queries rows;
   if (guessed && FEW) rows.load(p, run);
-  if (guessed) ask(run, first, guessed_page);
+  if (guessed) {
+    if (!BY_SETS) copier = copier_of(run, first, guessed_page);
+    ask(copier, run);
+  }
   Request request(p, words);
   if (guessed && !(request == run.request && page == guessed_page)) {
     guessed = false;
@@ -153,39 +157,43 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   }
   u32 tile = 0;
   do {
-    run.take_tokens(p, request, tile);
-    const RowShare share = share_of(run.tokens > 0 ? Request::blocks(p, run.highest) : 0);
-    if (share.first >= share.last) continue;
-    run.first = share.first, run.last = share.last;
-    int block = share.first + team;
-    const bool any = block < share.last;
     const bool anew = !guessed || tile > 0;
-    if (anew && any) ask(run, block, block == first ? page : page_of(p, index, block));
-    if (anew || !FEW) rows.load(p, run);
+    if (!BY_SETS || anew) take(request, tile); // else it is settled already: there are registers for that
+    if (run.first >= run.last) continue;
+    int block = run.first + team;
+    const bool any = block < run.last;
+    if (anew && any) {
+      copier = copier_of(run, block, block == first ? page : page_of(p, index, block));
+      ask(copier, run);
+    }
+    if (anew || !FEW) {
+      rows.find(p, run);
+      rows.load(p, run);
+    }
     if (tile > 0) __syncthreads(); // the tile before is done with what is written now
     if (threadIdx.x == 0) shared.run[0] = run;
     rows.store(p, run, shared);
     __syncthreads();
     const Run &same = shared.run[0]; // which leaves its registers to others
     Scorer scorer;
+    if constexpr (BY_SETS) scorer.begin(shared, lane);
 #pragma unroll 1
     for (bool left = ONE ? any : block < same.last; left; left = !ONE && (block += T::COUNT) < same.last) {
       const int next = block + T::COUNT, page = !ONE && next < same.last ? page_of(p, same.index, next) : -1;
       if constexpr (BY_SETS) {
         const bool all_seen = block * BLOCK_KEYS <= same.lowest - BLOCK_KEYS; // by all tokens
         const bool more = !ONE && next < same.last, here = present;
-        SetCopier<T> copier;
-        scorer.begin(shared, lane);
+        scorer.best = NEG_INF;
 #pragma unroll 1
         for (int set = 0; set < T::SETS; set++) {
-          wait_for_copies<T::SETS - 1>();
+          wait_for_copies<Scorer::AHEAD - 1>();
           __syncwarp(); // the other lanes' copies
           if (here) scorer.score(shared, block, set, all_seen, warp, lane);
-          if (more) {
-            if (set == 0) {
-              copier = SetCopier<T>(p, same, next, page, shared.keys[warp], shared.scales[warp], warp, lane);
-              present = copier.present();
-            }
+          if (set == T::SETS - Scorer::AHEAD && more) {
+            copier = copier_of(same, next, page);
+            present = copier.present(p);
+          }
+          if (set < T::SETS - Scorer::AHEAD || more) {
             __syncwarp(); // all lanes have read what is overwritten now: products have met them all, but order no memory
             copier.copy(p, lane);
           }
@@ -198,7 +206,8 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
         scorer.score(shared, block, all_seen, present, warp, lane);
         if (!ONE && next < same.last) {
           __syncwarp(); // all lanes have read what is overwritten now
-          ask(same, next, page);
+          copier = copier_of(same, next, page);
+          ask(copier, same);
         }
       }
       scorer.give(p, shared, same, block, warp, lane);
