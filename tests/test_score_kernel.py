@@ -317,8 +317,8 @@ def test_where_each_block_of_keys_has_a_thread_block(operands: str) -> None:
 
 
 def test_thread_blocks_that_settle_early_what_to_begin_with_and_ask_l2_for_it() -> None:
-    """Three a multiprocessor settle it; where codes are multiplied, all that fit. All ask, up to two a multiprocessor, each with
-    blocks of keys of its own; else one."""
+    """Three a multiprocessor settle it; where codes are multiplied, all that fit. All ask, up to two a multiprocessor, each
+    with blocks of keys of its own; else one."""
     for changes, early, hinting in (
         ({}, 64, 64), ({"blocks": 2 * SMS, "key_blocks": 2 * SMS}, 2 * SMS, 2 * SMS),
         ({"blocks": 300, "key_blocks": 300}, 300, SMS), ({"blocks": 400, "key_blocks": 400}, 3 * SMS, SMS),

@@ -232,8 +232,8 @@ def make_plan(
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
-        # Where codes are multiplied all that fit settle early: what does not is the last to end (kernel-notes, "What a warp does
-        # beside its products").
+        # Where codes are multiplied all that fit settle early: what does not is the last to end (kernel-notes, "Beside the
+        # products").
         early = min(workers, fits[kind == "row"] if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
     else:
         slots = sms * o.stream[COLUMNS.index(columns)]
