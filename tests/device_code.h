@@ -3,8 +3,9 @@
 //
 // The threads of a block are fibers. One runs until it has to meet others, in a warp's instruction or at a barrier; which one
 // goes on then is drawn. So lanes and warps get as far ahead of one another as a barrier lets them, in another order for each
-// seed. What is wrong ends the launch with a message: lanes that meet in different instructions, threads that wait for ever,
-// copies and hints that leave their tensors, reads by ldmatrix of what has not come.
+// seed. Until the first thread of a block has waited for the previous kernel, memory is as that kernel finds it. What is wrong ends
+// the launch with a message: lanes that meet in different instructions, threads that wait for ever, copies and hints that leave
+// their tensors, reads by ldmatrix of what has not come.
 //
 // device_code.py gives __CUDA_ARCH__ and the program's options. Signatures are those of the functions whose place these take.
 #include <algorithm>
@@ -35,7 +36,6 @@ typedef unsigned long long u64;
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
@@ -90,6 +90,7 @@ static bool under_way[SHARED]; // bytes that a copy is going to write
 static u32 shared_used;
 static Arrival arrival;
 static std::vector<Region> regions;
+static std::vector<std::vector<u8>> now; // of each region that has a `before`: what stands there when that kernel has ended
 static u32 stale;                                       // of two guesses so many are by what was before
 static std::map<std::pair<int, const int *>, bool> saw; // by warp and place: lanes that read together see the same
 
@@ -197,6 +198,19 @@ template <typename T> static T &shared() {
   return *(T *)shared_memory;
 }
 
+// Puts into memory what stands there while the previous kernel still runs, or when it has ended.
+static void set_memory(bool ended) {
+  for (size_t i = 0; i < regions.size(); i++)
+    if (const Region &r = regions[i]; r.before) std::memcpy((u8 *)r.first, ended ? now[i].data() : r.before, now[i].size());
+}
+
+static void wait_for_previous_kernel() {
+  bool first = true;
+  for (int i = 0; i < count; i++) first &= !threads[i].waited;
+  threads[current].waited = true;
+  if (first) set_memory(true);
+}
+
 static void run_block(u32 number) {
   blockIdx.x = number;
   std::memset(shared_memory, POISON, SHARED), std::memset(under_way, false, SHARED), std::memset(met, 0, sizeof met);
@@ -212,6 +226,7 @@ static void run_block(u32 number) {
     makecontext(&thread.start, begin, 0);
     ready.push_back(i);
   }
+  set_memory(__CUDA_ARCH__ < 900);
   if (_setjmp(host) == 0) run_next();
 }
 
@@ -223,7 +238,11 @@ static const char *launch(void (*kernel)(Params), const Params &params, int grid
   gridDim.x = grid, count = block, arrival = (Arrival)arrivals, error[0] = 0;
   regions.assign(of, of + number);
   draw.seed(seed);
+  now.assign(number, {});
+  for (int i = 0; i < number; i++)
+    if (of[i].before) now[i].assign(of[i].first, of[i].last);
   for (int i = 0; i < grid && !error[0]; i++) run_block(i);
+  set_memory(true);
   return error;
 }
 } // namespace machine
@@ -291,7 +310,7 @@ int __ffs(u32);
 
 // --- functions whose bodies are instructions --------------------------------------------------------------------------
 #if __CUDA_ARCH__ >= 900
-static void wait_for_previous_kernel() { machine::threads[machine::current].waited = true; }
+static void wait_for_previous_kernel() { machine::wait_for_previous_kernel(); }
 static void let_next_kernel_start() {}
 static void prefetch_bytes(const void *at, u32 bytes) {
   if (bytes == 0 || bytes % 16 || (u64)at % 16) machine::fail("asks L2 for what cannot be asked for", bytes);
@@ -303,7 +322,8 @@ static int read_early(const int *at) {
   const Region &region = machine::region_of(at, sizeof *at, "reads early what lies outside a tensor");
   if (!region.before || machine::threads[machine::current].waited) return *at;
   const auto drawn = machine::saw.try_emplace({machine::current / machine::WARP, at}, machine::draw() % 2 < machine::stale);
-  return drawn.first->second ? bits_as<int>(*(const u32 *)(region.before + ((const u8 *)at - region.first))) : *at;
+  const u8 *const values = drawn.first->second ? region.before : machine::now[&region - machine::regions.data()].data();
+  return bits_as<int>(*(const u32 *)(values + ((const u8 *)at - region.first)));
 }
 
 static u64 l2_evict_first() { return 0; }

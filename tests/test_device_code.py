@@ -34,7 +34,19 @@ pytestmark = [
 ]
 INF = float("inf")
 SHARED = 228 << 10
-READ = ("q", "q_scale", "k", "k_scale", "cu_seqlens_q", "cu_seqlens_k", "page_table", "seqused_k", "q_offset")
+READ = (
+    "q",
+    "q_scale",
+    "q_global",
+    "k",
+    "k_scale",
+    "k_global",
+    "cu_seqlens_q",
+    "cu_seqlens_k",
+    "page_table",
+    "seqused_k",
+    "q_offset",
+)
 LENGTHS = [700, 130, 0, 1, 128, 257, 77]
 Build = Callable[..., Kernels]
 
@@ -170,12 +182,16 @@ def test_pages_outside_the_cache_any_strides_and_more_tokens_than_promised(host:
             want[:, block] = -INF
         for _ in ARRIVALS:
             assert_same(scores(given, 12), want)
+    host.edit = ("last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES", "last >= BLOCK_KEYS - 1")
+    with pytest.raises(AssertionError):
+        assert_same(scores(given, 12), want)
 
 
 @pytest.mark.parametrize(
     "heads, edit",
     [
         (4, ("min(key + 32 * i, last)", "key + 32 * i")),
+        (4, ("last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES", "present(p) && p.k_row == ROW_BYTES")),
         (8, ("first + min(own + row(i), last) * (i64)p.k_row", "first + (own + row(i)) * (i64)p.k_row")),
     ],
 )
@@ -207,12 +223,18 @@ def stale(now: Tensor, values: list[int], seed: int) -> Tensor:
     return torch.where(torch.rand(now.shape, generator=g) < 0.5, other, now)
 
 
+def other_bytes(now: Tensor, seed: int) -> Tensor:
+    return torch.randint(256, now.shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
 def guess(host: Host, given: dict[str, Any], seed: int) -> None:
-    """Lengths, tokens and pages were others, and all numbers are possible."""
+    """Lengths, tokens, pages and queries were others, and all numbers are possible."""
     host.before = {
         "seqused_k": stale(given["seqused_k"], [0, 1, 128, 300, 1000, -7, 2**31 - 1], seed),
         "cu_seqlens_q": stale(given["cu_seqlens_q"], [0, 1, 2, 3, -5, 10**9], seed),
         "page_table": stale(given["page_table"], [-1, 0, 1, 2, len(given["k_fp4"]), 10**9], seed),
+        "q": other_bytes(given["q_fp4"], seed),
+        "q_scale": other_bytes(given["q_scale"].view(torch.uint8), seed),
     }
 
 
@@ -223,6 +245,25 @@ def test_stale_guesses(host: Host, way: str) -> None:
         guess(host, given, seed)
         for options in ({}, {"reduce_heads": True}, {"q_offset": 250}):
             assert_same(scores(given, 7, **options), case.expected(7, **options))
+
+
+def test_global_scales_that_the_kernel_before_writes(host: Host, way: str) -> None:
+    case = Case([700, 130], [1, 1], 4)
+    given = case.arguments(torch.tensor([-0.375]), "cpu")
+    host.before = {"q_global": torch.tensor([5.0]), "k_global": torch.tensor([torch.nan])}
+    for _ in ARRIVALS:
+        assert_same(scores(given, 6), case.expected(6, -0.375))
+
+
+def test_tokens_of_three_heads_whose_scores_are_all_below_zero(host: Host, way: str) -> None:
+    """The fourth pair of the products is nobody's."""
+    case = Case([1] * 40, [1] * 40, 3)
+    want = case.expected(1, reduce_heads=True)
+    assert bool((want < 0).any())
+    assert_same(scores(case.arguments(device="cpu"), 1, reduce_heads=True), want)
+    host.edit = ("run.heads == 3 && (lane & 3) == 3", "false")
+    with pytest.raises(AssertionError):
+        assert_same(scores(case.arguments(device="cpu"), 1, reduce_heads=True), want)
 
 
 # --- widened keys, against float64 ---
@@ -271,11 +312,11 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         DeviceError,
     ),
     "other lanes' copies are not waited for": (
-        ("__syncwarp(); // the other lanes' copies\n          if (here)", "if (here)"),
+        ("__syncwarp(); // the other lanes' copies; and all have", "// and all have"),
         DeviceError,
     ),
     "a lane meets others elsewhere": (
-        ("__syncwarp(); // the other lanes' copies\n          if (here)", "if (lane != 3) __syncwarp(); if (here)"),
+        ("__syncwarp(); // the other lanes' copies; and all have", "if (lane != 3) __syncwarp(); // and all have"),
         DeviceError,
     ),
     "a barrier that some threads pass by": (
@@ -288,6 +329,23 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         ("has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1", "BLOCK_KEYS"),
         DeviceError,
     ),
+    "the last sets are never asked for": (("if (set < T::SETS - Scorer::AHEAD || more)", "if (more)"), AssertionError),
+    "another block's page": (
+        ("set == T::SETS - Scorer::AHEAD && more", "set == T::SETS - Scorer::AHEAD - 1 && more"),
+        AssertionError,
+    ),
+    "the block before counts": (
+        ("scorer.begin_block();", "if (block < T::COUNT) scorer.begin_block();"),
+        AssertionError,
+    ),
+    "queries are read before the wait": (
+        (
+            "  }\n\n  DEVICE_MEMBER void load(const ScoreParams &p, const Run &) {",
+            "now(p); } DEVICE_MEMBER void load(const ScoreParams &, const Run &) {} void now(const ScoreParams &p) {",
+        ),
+        AssertionError,
+    ),
+    "scales far away are asked for": (("(lane - 30) * 4", "(lane - 30) * 4000"), DeviceError),
     "a wrong constant": (
         ("NEGATIVE = {0xfdfeff00u, 0xf4f8fafcu}", "NEGATIVE = {0xfdfeff00u, 0xf4f8fafbu}"),
         AssertionError,

@@ -333,8 +333,70 @@ def test_scores_of_other_forms(
     sequence()
     torch.cuda.synchronize()
     assert plans and (not on_an_h200() or all(p.kind and p.early for p in plans))
+    if on_an_h200() and plans[0].columns == score.CODE_COLUMNS:  # 528 fit at once
+        assert {(p.early, p.hinting) for p in plans} == {
+            (min(p.workers, 528), p.workers if p.kind == "one" and p.workers <= 264 else min(p.workers, 132))
+            for p in plans
+        }
     scores()
     alone = output.clone()
     assert bool(alone.isfinite().any()) and not bool(alone.isnan().any())
     assert_stale_values_do_not_count(selected, runs(sequence), output, generator)
     assert torch.equal(output, alone)
+
+
+@pytest.mark.parametrize("keys", ["nvfp4", "fp8"])
+@pytest.mark.parametrize("batch", [1, 20, 100])
+def test_queries_are_read_when_the_kernel_before_has_written_them(keys: str, batch: int, runs: Runs) -> None:
+    """And, of NVFP4, their scales. All are asked for before; all bytes are valid, and no byte is NaN."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    allowed = torch.arange(LONGEST, device="cuda")
+    allowed = allowed[(allowed & 0x7F) != 0x7F]
+
+    def written(rows: int) -> Selected:
+        """Rows of 64 bytes, of which each fourth and the one before are 0."""
+        return Selected(allowed[ascending(rows, 16, len(allowed), generator).long()].int(), LONGEST)
+
+    def bytes_of(s: Selected, *shape: int) -> Tensor:
+        return s.values.view(torch.uint8).view(shape)
+
+    k = torch.randn(PAGES, 1, BLOCK_SIZE, HEAD_DIM, generator=generator, device="cuda")
+    table = ascending(batch, WIDTH, PAGES, generator)
+    lengths = torch.randint(1, CONTEXT + 1, (batch,), generator=generator, device="cuda").int()
+    starts = torch.arange(batch + 1, dtype=torch.int32, device="cuda")
+    output = torch.empty(4, WIDTH, batch, device="cuda")
+    where = {"page_table": table, "seqused_k": lengths}
+    options = {**where, "max_seqlen_q": 1, "max_k_tiles": WIDTH, "output": output}
+    if keys == "nvfp4":
+        k4, k_scale = nvfp4_quantize(k, 448.0)
+        tiles = -(-batch * 4 // 128)
+        selected = {"queries": written(batch * 4), "scales": written(tiles * 16)}
+        q4 = bytes_of(selected["queries"], batch, 4, 64)
+        q_scale = bytes_of(selected["scales"], tiles * 1024).view(FP8)
+
+        def scores() -> None:
+            msa_proxy_score_fp4(q4, k4, q_scale, k_scale, 1 / 448, 1 / 448, starts, **options)
+    else:
+        selected = {"queries": written(batch * 8)}
+        q, typed_k = bytes_of(selected["queries"], batch, 4, HEAD_DIM).view(FP8), k.to(FP8)
+
+        def scores() -> None:
+            msa_proxy_score(q, typed_k, starts, **options)
+
+    for last in selected:
+        sequence = written_before(scores, selected, last)
+        sequence()
+        torch.cuda.synchronize()
+        scores()
+        alone = output.clone()
+        seen = torch.arange(WIDTH, device="cuda")[:, None] * BLOCK_SIZE < lengths
+        assert torch.equal(alone > -torch.inf, seen.expand_as(alone)) and bool(
+            alone.amax() > alone[alone.isfinite()].amin()
+        )
+        run = runs(sequence)
+        for stale in (0, 0x01010101, 0x35353535, 0x70707070):
+            for s in selected.values():
+                s.values.fill_(stale)
+            output.fill_(torch.nan)
+            run()
+            assert torch.equal(output, alone), (last, stale)

@@ -324,7 +324,11 @@ def test_thread_blocks_that_settle_early_what_to_begin_with_and_ask_l2_for_it() 
         ({"blocks": 300, "key_blocks": 300}, 300, SMS), ({"blocks": 400, "key_blocks": 400}, 3 * SMS, SMS),
         ({"operands": "fp8", "batch": 8, "total_q": 8}, 3 * SMS, SMS),
         ({"operands": "nvfp4", "batch": 8, "total_q": 8}, 256, 256),
-        ({"operands": "nvfp4", "batch": 16, "total_q": 16}, 512, SMS), ({"blocks": 8192, "key_blocks": 8192}, 3 * SMS, SMS),
+        ({"operands": "nvfp4", "batch": 16, "total_q": 16}, 512, SMS),
+        ({"operands": "nvfp4", "batch": 24, "total_q": 24}, 4 * SMS, SMS),
+        ({"operands": "nvfp4", "batch": 24, "total_q": 24, "shared": 130 << 10}, 4 * SMS, SMS),
+        ({"operands": "nvfp4", "batch": 64, "total_q": 64, "shared": 130 << 10}, 3 * SMS, SMS),
+        ({"blocks": 8192, "key_blocks": 8192}, 3 * SMS, SMS),
         ({"heads": 8, "kv_heads": 2}, 0, 0),
     ):  # fmt: skip
         p = plan(**changes)
@@ -332,7 +336,7 @@ def test_thread_blocks_that_settle_early_what_to_begin_with_and_ask_l2_for_it() 
 
 
 def test_codes_are_multiplied_for_up_to_four_token_head_pairs_of_a_paged_cache() -> None:
-    """Where thread blocks share rows a warp has a block of keys, and as many as fit settle early what to begin with."""
+    """Where thread blocks share rows a warp has a block of keys."""
     long = {"operands": "nvfp4", "batch": 64, "total_q": 64, "blocks": 8192, "key_blocks": 8192}
     for changes, columns in (
         ({}, 4), ({"heads": 1, "seqlen_q": 4, "total_q": 256}, 4), ({"heads": 3}, 4), ({"heads": 5}, 8),

@@ -36,8 +36,8 @@ _MAX_WORK = 1 << 30
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
 _CODE_PART_BYTES = 1 << 17  # where codes are multiplied; a team has as many blocks of keys as where they are widened
 _MOST_WAVES = 4
-# Thread blocks a multiprocessor that settle early what to begin with; and up to how many, of one block of keys each, all ask L2
-# for it. Of more, one does.
+# Thread blocks a multiprocessor that settle early what to begin with, where codes are not multiplied; and up to how many, of
+# one block of keys each (two of NVFP4), all ask L2 for it. Of more, one does.
 _EARLY_BLOCKS = 3
 _HINTING_BLOCKS = 2
 _FILL_PER_THREAD = 32  # blocks of a token that a thread fills, at most
@@ -232,9 +232,10 @@ def make_plan(
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
-        # Where codes are multiplied all that fit settle early: what does not is the last to end (kernel-notes, "Beside the
-        # products").
-        early = min(workers, fits[kind == "row"] if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
+        # Where codes are multiplied all that fit settle early: the ones that do not are the last to end
+        # (kernel-notes, "Beside the products").
+        fit = dict(zip(("one", "row"), fits, strict=True))[kind]
+        early = min(workers, fit if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
     else:
         slots = sms * o.stream[COLUMNS.index(columns)]
         slots -= min(fill_blocks, slots // 16)

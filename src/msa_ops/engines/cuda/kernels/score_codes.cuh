@@ -33,12 +33,17 @@ DEVICE void multiply_add_codes(u32 (&d)[4], const u32 (&a)[4], uint2 b, const u3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(c[0]), "r"(c[1]), "r"(c[2]), "r"(c[3]));
 }
 
+// Of a pair's query for the two groups of a step: its scales, with CODE_FACTOR, and what takes the bias off.
+struct alignas(16) StepScales {
+  float factor[2], unbias[2];
+};
+
 struct CodeShared {
   uint2 query[CODE_STEPS][32];     // operands of a step, by lane
-  float4 scale[CODE_STEPS][PAIRS]; // of either group of a step: the query's, with CODE_FACTOR; what takes the bias off
+  StepScales scale[CODE_STEPS][PAIRS];
   int limit[PAIRS];                // keys that a pair's token sees
   float best[WARPS][PAIRS];
-  float *out[PAIRS]; // where the score of block 0 goes, a pair's or, by its first pair, a token's; null: nowhere
+  float *out[PAIRS]; // where the scores of a pair go, or of the token whose first pair it is: that of block 0; null: nowhere
   float factor;      // what scores are multiplied with
   Run run[1];
   u32 positive, negative; // the low words of `POSITIVE` and `NEGATIVE`: constants would come into a register anew each time
@@ -76,12 +81,13 @@ struct CodeQueries {
                    __vadd4(choose(POSITIVE, codes >> 16), choose(NEGATIVE, flipped >> 16)));
     const int pair = threadIdx.x / CODE_GROUPS, group = threadIdx.x % CODE_GROUPS;
     if (pair >= PAIRS) return;
-    const float global = global_scales.factor(p);
+    const float global = global_scales.product(p);
     u32 widened, unused;
     widen_scales(scale, widened, unused);
     // A factor below 0 makes the largest score of the smallest product: its sign goes into the scales.
     const float x = unpack_fp16(widened).x * (global < 0.f ? -CODE_FACTOR : CODE_FACTOR);
-    ((float2 *)&shared.scale[group >> 1][pair])[group & 1] = make_float2(x, x * -BIAS); // exact
+    StepScales &scales = shared.scale[group >> 1][pair];
+    scales.factor[group & 1] = x, scales.unbias[group & 1] = x * -BIAS; // exact
     if (group > 0) return;
     if (pair == 0) shared.positive = POSITIVE.low, shared.negative = NEGATIVE.low, shared.factor = fabsf(global);
     const int token = token_of(p, run, pair), head = head_of(p, run, pair);
@@ -104,8 +110,10 @@ struct CodeQueries {
 template <int N> struct CodeScorer {
   static constexpr bool FEW = true, BY_SETS = true;
   static constexpr bool ONE = N > 1; // teams have no more than a block each
-  // Sets under way. Not all of a block: of what is asked for at once, memory may bring the first last.
-  static constexpr int AHEAD = ONE ? Team<N>::SETS : 3;
+  // Sets under way beside the one that is scored. Not all that there are places for: of what is asked for at once, memory may bring
+  // the first last (kernel-notes, "Beside the products"). A team with one block has two sets, and asks for both.
+  static constexpr int AHEAD = ONE ? Team<N>::SETS : 2;
+  static_assert(ONE || AHEAD < Team<N>::SETS, "what is overwritten has been read by all lanes when they meet for the next set");
   typedef Team<N> T;
   typedef CodeQueries Queries;
   typedef SetCopier<T> Copier;
@@ -114,9 +122,8 @@ template <int N> struct CodeScorer {
   u32 positive, negative; // see `CodeShared`
 
   // Takes what is the same for all blocks.
-  DEVICE_MEMBER void begin(const Memory &shared, int lane) {
-    positive = shared.positive, negative = shared.negative;
-  }
+  DEVICE_MEMBER void begin(const Memory &shared) { positive = shared.positive, negative = shared.negative; }
+  DEVICE_MEMBER void begin_block() { best = NEG_INF; }
 
   // Takes in a set of a warp's keys.
   DEVICE_MEMBER void score(const Memory &shared, int block, int set, bool all_seen, int warp, int lane) {
@@ -156,7 +163,7 @@ template <int N> struct CodeScorer {
 #pragma unroll
     for (int step = 0; step < CODE_STEPS; step++) {
       const uint2 q = shared.query[step][lane];
-      const float4 scale = shared.scale[step][lane & 3]; // each time: registers for all are short
+      const StepScales scale = shared.scale[step][lane & 3]; // each time: registers for all are short
       u32 a[4], c[4];
 #pragma unroll
       for (int half = 0; half < 2; half++) {
@@ -177,7 +184,7 @@ template <int N> struct CodeScorer {
         const float2 widened = unpack_fp16(pair[step & 1]);
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-          const float product = fmaf(__uint_as_float(c[2 * half + i]), i ? scale.z : scale.x, i ? scale.w : scale.y); // exact
+          const float product = fmaf(__uint_as_float(c[2 * half + i]), scale.factor[i], scale.unbias[i]); // exact
           sum[half] = fmaf(product, i ? widened.y : widened.x, sum[half]);
         }
       }

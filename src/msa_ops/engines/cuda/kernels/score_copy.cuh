@@ -131,17 +131,17 @@ template <typename T> struct SetCopier {
       copy_set<false>(p, lane);
   }
 
-  // The next `SETS` sets, a group of copies each.
-  template <int SETS> DEVICE_MEMBER void copy_sets(const ScoreParams &p, int lane) {
+  // The next `COUNT` sets, a group of copies each. The way is chosen once, so that addresses of the usual one are constants apart.
+  template <int COUNT> DEVICE_MEMBER void copy_sets(const ScoreParams &p, int lane) {
     if (side_by_side) {
 #pragma unroll
-      for (int set = 0; set < SETS; set++) {
+      for (int set = 0; set < COUNT; set++) {
         copy_set<true>(p, lane);
         commit_copies();
       }
     } else {
 #pragma unroll 1
-      for (int set = 0; set < SETS; set++) {
+      for (int set = 0; set < COUNT; set++) {
         if (present(p)) copy_set<false>(p, lane);
         commit_copies();
       }
@@ -155,7 +155,7 @@ private:
       const u8 *const from = keys + key * ROW_BYTES;
 #pragma unroll
       for (int i = 0; i < 4; i++) copy_async_plain(place(i), from + i * 32 * ROW_BYTES);
-    } else {
+    } else { // a loop, which seldom is gone through: as straight code it would be, predicated off, beside the usual way
 #pragma unroll 1
       for (int i = 0; i < 4; i++) copy_async_plain(place(i), keys + min(key + 32 * i, last) * (i64)p.k_row);
     }

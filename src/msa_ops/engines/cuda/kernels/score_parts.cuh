@@ -92,14 +92,12 @@ DEVICE void key_operands(const uint4 (&keys)[2][CHUNKS], int pair, const u32 (&s
 struct GlobalScales {
   float q, k;
 
-  DEVICE_MEMBER void load(const ScoreParams &p) { q = p.q_global ? *p.q_global : 1.f, k = p.k_global ? *p.k_global : 1.f; }
-  DEVICE_MEMBER float factor(const ScoreParams &p) const { return p.factor * q * k; }
+  DEVICE_MEMBER void load(const ScoreParams &p) {
+    q = p.q_global ? *p.q_global : 1.f;
+    k = p.k_global ? *p.k_global : 1.f;
+  }
+  DEVICE_MEMBER float product(const ScoreParams &p) const { return p.factor * q * k; }
 };
-DEVICE float global_scale(const ScoreParams &p) {
-  GlobalScales scales;
-  scales.load(p);
-  return scales.factor(p);
-}
 
 template <int COLUMNS> struct Shared {
   uint4 query[QUERY_PARTS][COLUMNS / 8][4][32]; // operands of 8 columns and two steps, by lane
@@ -142,7 +140,11 @@ template <int COLUMNS> struct QueryRows {
 
   DEVICE_MEMBER void store(const ScoreParams &p, const Run &run, Shared<COLUMNS> &shared) const {
     float global = 1.f;
-    if constexpr (SCALED) global = global_scale(p);
+    if constexpr (SCALED) {
+      GlobalScales scales;
+      scales.load(p);
+      global = scales.product(p);
+    }
 #pragma unroll
     for (int i = 0; i < PARTS; i++) {
       const int row = (threadIdx.x + i * THREADS) >> 4, chunk = threadIdx.x & 15;

@@ -6,7 +6,8 @@
 // others end, which evens out the end.
 //
 // Where codes are multiplied (score_codes.cuh) registers do bound them: four thread blocks a multiprocessor of 9.0. There a set of
-// 32 keys is begun with as soon as it has come, and the next block's set in its place is asked for as soon as it has been read.
+// 32 keys is begun with as soon as it has come. Where rows are shared, a later set is asked for in the place of the one before it,
+// of this block or the next.
 //
 // Some thread blocks settle what to begin with before the previous kernel has ended, by lengths and pages as they are then. They
 // ask for it right after the wait, read lengths and pages again beside it, and start over where these have changed.
@@ -64,8 +65,8 @@ struct RowShare {
   }
 };
 
-// Asks L2 for a block of keys that lie side by side, by one thread, or for the first token's queries, by a warp. Hints, by what is
-// known before the wait.
+// Asks L2 for a block of keys that lie side by side, by one thread, or for the first token's queries, by a warp, with the scales of
+// the first of them. Hints, by what is known before the wait.
 DEVICE void prefetch_keys(const ScoreParams &p, const Run &run, int block, int page) {
 #ifdef HAS_CLUSTER
   const int keys = min(run.highest - block * BLOCK_KEYS, BLOCK_KEYS);
@@ -74,8 +75,9 @@ DEVICE void prefetch_keys(const ScoreParams &p, const Run &run, int block, int p
 }
 DEVICE void prefetch_query(const ScoreParams &p, const Run &run, int lane) {
   if (lane < run.heads) prefetch_line(p.q + run.token * p.q_token + (run.first_head + lane) * p.q_head);
-  if constexpr (SCALED) // two lines: the first 64 dims of the token's heads, and the last
-    if (lane >= 30) prefetch_line(p.q_scale + tiled_scale((i64)run.token * (p.kv_heads * p.group), (lane - 30) * 4));
+  if constexpr (SCALED) // two lines, of the first 64 dims and the last, with those of the next heads as a rule
+    if (lane >= 30)
+      prefetch_line(p.q_scale + tiled_scale((i64)run.token * (p.kv_heads * p.group) + run.first_head, (lane - 30) * 4));
 }
 
 // ONE: teams have no more than a block each.
@@ -90,16 +92,17 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   const int index = p.row_parts.quotient(number);
   const u32 slot = number - index * p.row_parts.value;
   auto share_of = [&](int blocks) { return ONE ? RowShare::one(slot, blocks, T::COUNT) : RowShare::even(p, slot, blocks); };
-  bool present; // the block under way has a page (and, where codes are multiplied, keys that some token sees)
+  bool present; // the block under way has a page; by sets the copier tells: there are registers to keep it in
   auto copier_of = [&](const Run &run, int block, int page) {
     return typename Scorer::Copier(p, run, block, page, shared, warp, lane);
   };
   auto ask = [&](typename Scorer::Copier &copier, const Run &run) {
-    present = copier.present(p);
-    if constexpr (BY_SETS)
+    if constexpr (BY_SETS) {
       copier.template copy_sets<Scorer::AHEAD>(p, lane);
-    else if (present)
-      copier.copy(p, run, shared, warp, lane);
+    } else {
+      present = copier.present(p);
+      if (present) copier.copy(p, run, shared, warp, lane);
+    }
   };
 
   Run run;
@@ -125,10 +128,14 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     }
     guessed = first < run.last;
     if (guessed) {
-      // NVFP4: one thread block for all of a request: hundreds that ask for one line wait for one another.
+      // By sets: one thread block asks for a request's queries. Hundreds that asked for one line would wait for one another (fp8
+      // and bf16 take the same either way).
       if (FEW && warp == WARPS - 1 && (!BY_SETS || slot == 0)) prefetch_query(p, run, lane);
       if (number < (u32)p.hinting && threadIdx.x % T::THREADS_EACH == 0) prefetch_keys(p, run, first, guessed_page);
-      if (BY_SETS) rows.find(p, run), copier = copier_of(run, first, guessed_page); // elsewhere registers are short
+      if (BY_SETS) { // elsewhere registers are short
+        rows.find(p, run);
+        copier = copier_of(run, first, guessed_page);
+      }
     }
   }
 #endif
@@ -158,7 +165,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   u32 tile = 0;
   do {
     const bool anew = !guessed || tile > 0;
-    if (!BY_SETS || anew) take(request, tile); // else it is settled already: there are registers for that
+    if (!BY_SETS || anew) take(request, tile); // by sets a guess that held has settled it: there are registers to keep it in
     if (run.first >= run.last) continue;
     int block = run.first + team;
     const bool any = block < run.last;
@@ -176,28 +183,24 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     __syncthreads();
     const Run &same = shared.run[0]; // which leaves its registers to others
     Scorer scorer;
-    if constexpr (BY_SETS) scorer.begin(shared, lane);
+    if constexpr (BY_SETS) scorer.begin(shared);
 #pragma unroll 1
     for (bool left = ONE ? any : block < same.last; left; left = !ONE && (block += T::COUNT) < same.last) {
       const int next = block + T::COUNT, page = !ONE && next < same.last ? page_of(p, same.index, next) : -1;
       if constexpr (BY_SETS) {
         const bool all_seen = block * BLOCK_KEYS <= same.lowest - BLOCK_KEYS; // by all tokens
-        const bool more = !ONE && next < same.last, here = present;
-        scorer.best = NEG_INF;
+        const bool more = !ONE && next < same.last, here = copier.present(p);
+        scorer.begin_block();
 #pragma unroll 1
         for (int set = 0; set < T::SETS; set++) {
           wait_for_copies<Scorer::AHEAD - 1>();
-          __syncwarp(); // the other lanes' copies
-          if (here) scorer.score(shared, block, set, all_seen, warp, lane);
+          __syncwarp(); // the other lanes' copies; and all have read the set before, which is overwritten now
           if (set == T::SETS - Scorer::AHEAD && more) {
             copier = copier_of(same, next, page);
-            present = copier.present(p);
           }
-          if (set < T::SETS - Scorer::AHEAD || more) {
-            __syncwarp(); // all lanes have read what is overwritten now: products have met them all, but order no memory
-            copier.copy(p, lane);
-          }
+          if (set < T::SETS - Scorer::AHEAD || more) copier.copy(p, lane);
           commit_copies(); // one group a set, be it empty
+          if (here) scorer.score(shared, block, set, all_seen, warp, lane);
         }
       } else {
         wait_for_copies<0>();
