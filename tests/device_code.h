@@ -44,9 +44,11 @@ static struct { u32 x; } threadIdx, blockIdx, gridDim;
 // --- the machine ------------------------------------------------------------------------------------------------------
 enum Arrival { EARLY, LATE, ANY }; // of copies: at once, no sooner than somebody waits for them, or either
 
-// Memory that may be read ahead or copied from. `before`: what stands there until the previous kernel has ended, or null.
+// Memory that may be read ahead or copied from. `before`: what stands there until the previous kernel has ended, or null. `hints`:
+// lines of it that threads have asked L2 for.
 struct Region {
   const u8 *first, *last, *before;
+  u64 hints;
 };
 
 namespace machine {
@@ -159,8 +161,8 @@ static void arrive(int number, u32 expected) {
   pause();
 }
 
-static const Region &region_of(const void *at, u64 bytes, const char *what) {
-  for (const Region &region : regions)
+static Region &region_of(const void *at, u64 bytes, const char *what) {
+  for (Region &region : regions)
     if ((const u8 *)at >= region.first && (const u8 *)at + bytes <= region.last) return region;
   fail(what, bytes);
 }
@@ -233,7 +235,7 @@ static void run_block(u32 number) {
 // What went wrong, or "".
 template <typename Params>
 static const char *launch(void (*kernel)(Params), const Params &params, int grid, int block, int arrivals, u32 seed,
-                          const Region *of, int number) {
+                          Region *of, int number) {
   body = [=, &params] { kernel(params); };
   gridDim.x = grid, count = block, arrival = (Arrival)arrivals, error[0] = 0;
   regions.assign(of, of + number);
@@ -243,6 +245,7 @@ static const char *launch(void (*kernel)(Params), const Params &params, int grid
     if (of[i].before) now[i].assign(of[i].first, of[i].last);
   for (int i = 0; i < grid && !error[0]; i++) run_block(i);
   set_memory(true);
+  std::copy(regions.begin(), regions.end(), of);
   return error;
 }
 } // namespace machine
@@ -317,7 +320,7 @@ static void prefetch_bytes(const void *at, u32 bytes) {
   machine::region_of(at, bytes, "asks L2 for what lies outside a tensor");
 }
 #endif
-static void prefetch_line(const void *at) { machine::region_of(at, 1, "asks L2 for a line outside a tensor"); }
+static void prefetch_line(const void *at) { machine::region_of(at, 1, "asks L2 for a line outside a tensor").hints++; }
 static int read_early(const int *at) {
   const Region &region = machine::region_of(at, sizeof *at, "reads early what lies outside a tensor");
   if (!region.before || machine::threads[machine::current].waited) return *at;

@@ -32,7 +32,7 @@ _DEFINITION = re.compile(
 _SHARED = re.compile(r"__shared__ ([^;]*) (\w+);")
 _LAUNCH = """
 extern "C" const char *launch(void (*kernel)(ScoreParams), const ScoreParams *params, int grid, int block, int arrivals,
-                              unsigned seed, const Region *regions, int count) {
+                              unsigned seed, Region *regions, int count) {
   return machine::launch(kernel, *params, grid, block, arrivals, seed, regions, count);
 }
 """
@@ -48,7 +48,7 @@ class DeviceError(Exception):
 
 
 class _Region(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_void_p) for name in ("first", "last", "before")]
+    _fields_ = [*((name, ctypes.c_void_p) for name in ("first", "last", "before")), ("hints", ctypes.c_uint64)]
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,10 @@ class Kernels:
 
     def launch(
         self, plan: score.ScorePlan, params: bytes, reads: Sequence[tuple[Tensor, Tensor | None, int]], arrivals: str, seed: int
-    ) -> None:  # fmt: skip
+    ) -> list[int]:  # fmt: skip
         """Run a plan's kernel. It may copy, or read ahead, from the storages of `reads` alone, but for so many bytes at their
-        ends; each may come with what stands there while the kernel before still runs, a tensor of the same storage size."""
+        ends; each may come with what stands there while the kernel before still runs, a tensor of the same storage size.
+        Returns how many lines of each L2 was asked for."""
         regions = (_Region * len(reads))()
         for region, (now, before, left_alone) in zip(regions, reads, strict=True):
             storage = now.untyped_storage()
@@ -77,6 +78,7 @@ class Kernels:
         )  # fmt: skip
         if error:
             raise DeviceError(f"{plan.entry}: {error.decode()}")
+        return [region.hints for region in regions]
 
 
 def build(program: sources.Program, folder: Path, arch: int = 900, edit: tuple[str, str] | None = None) -> Kernels:

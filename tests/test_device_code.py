@@ -77,6 +77,8 @@ class Host:
     left_alone: dict[str, int] = field(default_factory=dict)
     """Bytes at the end of tensors of the call that nothing may read."""
     runs: list[str] = field(default_factory=list)
+    hints: dict[str, int] = field(default_factory=dict)
+    """Lines of tensors of the last call that threads have asked L2 for."""
 
     def score_blocks(self, problem: ScoreProblem, seqlen_q: int | None, blocks: int, _: None) -> Tensor:
         """In place of `selection.score_blocks`."""
@@ -88,13 +90,15 @@ class Host:
         self.runs.append(plan.entry)
         tensors = {name: getattr(problem, name) for name in READ}
         kernels = self.build(score.operands_of(problem.q.dtype, problem.k.dtype), self.arch, self.edit)
-        kernels.launch(
+        tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+        hints = kernels.launch(
             plan,
             score.pack(problem, plan, output),
-            [(x, self.before.get(n), self.left_alone.get(n, 0)) for n, x in tensors.items() if isinstance(x, Tensor)],
+            [(x, self.before.get(n), self.left_alone.get(n, 0)) for n, x in tensors.items()],
             self.arrivals or ARRIVALS[seed % 3],
             seed,
         )
+        self.hints = dict(zip(tensors, hints, strict=True))
         return output
 
 
@@ -143,6 +147,13 @@ def test_factors(host: Host, way: str, factor: float) -> None:
     case = Case([700, 130], [1, 1], 4)
     for given in (factor, torch.tensor([factor])):
         assert_same(scores(case.arguments(given, "cpu"), 6), case.expected(6, factor))
+
+
+@pytest.mark.parametrize("factor", [2.0**100, 2.0**-120])
+def test_large_and_small_factors_of_widened_codes(host: Host, way: str, factor: float) -> None:
+    case = Case([700, 130], [1, 1], 8)
+    got, want = scores(case.arguments(factor, "cpu"), 6), case.expected(6, factor)
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want[want.isfinite()].abs().max()))
 
 
 @pytest.mark.parametrize("arch", [800, 900])
@@ -245,6 +256,14 @@ def test_stale_guesses(host: Host, way: str) -> None:
         guess(host, given, seed)
         for options in ({}, {"reduce_heads": True}, {"q_offset": 250}):
             assert_same(scores(given, 7, **options), case.expected(7, **options))
+
+
+@pytest.mark.parametrize("lengths", [[1], [129, 1000, 300, 0, 640, 257]])
+def test_the_queries_of_each_request_are_asked_for_once(host: Host, way: str, lengths: list[int]) -> None:
+    """By the heads' rows, and of scales two lines; however few blocks the request has."""
+    case, asked = Case(lengths, [1] * len(lengths), 3), len(lengths) - lengths.count(0)
+    assert_same(scores(case.arguments(device="cpu"), 8), case.expected(8))
+    assert (host.hints["q"], host.hints["q_scale"]) == (3 * asked, 2 * asked)
 
 
 def test_global_scales_that_the_kernel_before_writes(host: Host, way: str) -> None:

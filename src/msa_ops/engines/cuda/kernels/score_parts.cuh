@@ -99,6 +99,9 @@ struct GlobalScales {
   DEVICE_MEMBER float product(const ScoreParams &p) const { return p.factor * q * k; }
 };
 
+// And the powers of two of widened queries and keys, apart from it: together they could leave the range of floats.
+constexpr float PRODUCT_FACTOR = SCALED ? NVFP4_FACTOR * NVFP4_FACTOR : 1.f;
+
 template <int COLUMNS> struct Shared {
   uint4 query[QUERY_PARTS][COLUMNS / 8][4][32]; // operands of 8 columns and two steps, by lane
   float factor[COLUMNS];                        // what a column's products are multiplied with
@@ -157,7 +160,6 @@ template <int COLUMNS> struct QueryRows {
         // A factor below 0 makes the largest score of the smallest product: its sign goes into the operand.
 #pragma unroll
         for (int j = 0; j < 4; j++) w[j] = multiply_fp16(w[j], scale) ^ (global < 0.f ? 0x80008000u : 0u);
-        undo = NVFP4_FACTOR;
       } else {
         undo = widen_query(w, p.query_type);
       }
@@ -170,7 +172,7 @@ template <int COLUMNS> struct QueryRows {
       }
       shared.query[0][row >> 3][place >> 2][lane] = make_uint4(w[0], w[1], w[2], w[3]);
       if (chunk == 0) {
-        shared.factor[row] = undo * KV_FACTOR * fabsf(global);
+        shared.factor[row] = SCALED ? fabsf(global) : undo * KV_FACTOR;
         const int token = p.tile_heads.quotient(row), head = row - token * run.heads;
         shared.limit[row] = run.request.limit(p, run.place + token);
         float *const out = p.out + (run.token + token) * p.out_token;
@@ -217,7 +219,7 @@ DEVICE void give_scores(const ScoreParams &p, Shared<COLUMNS> &shared, const Run
     float x = shared.best[turn][first_warp][i];
 #pragma unroll
     for (int w = 1; w < TEAM; w++) x = larger(x, shared.best[turn][first_warp + w][i]);
-    best = larger(best, x == NEG_INF ? x : x * shared.factor[i]);
+    best = larger(best, x == NEG_INF ? x : x * PRODUCT_FACTOR * shared.factor[i]);
   }
   // Runs of one block, all of team 0: the entry is this thread's alone.
   if (run.before) best = larger(best, shared.reduced[cell]);

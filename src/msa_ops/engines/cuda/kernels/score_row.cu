@@ -128,9 +128,10 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     }
     guessed = first < run.last;
     if (guessed) {
-      // By sets: one thread block asks for a request's queries. Hundreds that asked for one line would wait for one another (fp8
-      // and bf16 take the same either way).
-      if (FEW && warp == WARPS - 1 && (!BY_SETS || slot == 0)) prefetch_query(p, run, lane);
+      // By sets one thread block asks for a request's queries, that of the largest part: hundreds that asked for one line would wait
+      // for one another (fp8 and bf16 take the same either way).
+      const bool asks = BY_SETS ? warp == 0 && slot == (ONE ? 0 : p.row_parts.value - 1) : warp == WARPS - 1;
+      if (FEW && asks) prefetch_query(p, run, lane);
       if (number < (u32)p.hinting && threadIdx.x % T::THREADS_EACH == 0) prefetch_keys(p, run, first, guessed_page);
       if (BY_SETS) { // elsewhere registers are short
         rows.find(p, run);
