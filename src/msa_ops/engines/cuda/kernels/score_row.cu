@@ -6,8 +6,8 @@
 // others end, which evens out the end.
 //
 // Where codes are multiplied (score_codes.cuh) registers do bound them: four thread blocks a multiprocessor of 9.0. There a set of
-// 32 keys is begun with as soon as it has come. Where rows are shared, a later set is asked for in the place of the one before it,
-// of this block or the next.
+// 32 keys is begun with as soon as it has come. Where rows are shared, a later one, of this block or the next, is asked for just
+// before, in the place of one that all lanes have read.
 //
 // Some thread blocks settle what to begin with before the previous kernel has ended, by lengths and pages as they are then. They
 // ask for it right after the wait, read lengths and pages again beside it, and start over where these have changed.
@@ -195,7 +195,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
 #pragma unroll 1
         for (int set = 0; set < T::SETS; set++) {
           wait_for_copies<Scorer::AHEAD - 1>();
-          __syncwarp(); // the other lanes' copies; and all have read the set before, which is overwritten now
+          __syncwarp(); // the other lanes' copies; and all have read the sets before: one of them is overwritten now
           if (set == T::SETS - Scorer::AHEAD && more) {
             copier = copier_of(same, next, page);
           }
