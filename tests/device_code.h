@@ -3,7 +3,7 @@
 //
 // The threads of a block are fibers. One runs until it has to meet others, in a warp's instruction or at a barrier; which one
 // goes on then is drawn. So lanes and warps get as far ahead of one another as a barrier lets them, in another order for each
-// seed. Until the first thread of a block has waited for the previous kernel, memory is as that kernel finds it. What is wrong ends
+// seed. Until some thread of a block has waited for the previous kernel, memory is as that kernel finds it. What is wrong ends
 // the launch with a message: lanes that meet in different instructions, threads that wait for ever, copies and hints that leave
 // their tensors, reads by ldmatrix of what has not come.
 //
@@ -45,7 +45,7 @@ static struct { u32 x; } threadIdx, blockIdx, gridDim;
 enum Arrival { EARLY, LATE, ANY }; // of copies: at once, no sooner than somebody waits for them, or either
 
 // Memory that may be read ahead or copied from. `before`: what stands there until the previous kernel has ended, or null. `hints`:
-// lines of it that threads have asked L2 for.
+// how often threads have asked L2 for a line of it.
 struct Region {
   const u8 *first, *last, *before;
   u64 hints;
@@ -93,6 +93,7 @@ static u32 shared_used;
 static Arrival arrival;
 static std::vector<Region> regions;
 static std::vector<std::vector<u8>> now; // of each region that has a `before`: what stands there when that kernel has ended
+static bool ended;                                      // the previous kernel, for this block
 static u32 stale;                                       // of two guesses so many are by what was before
 static std::map<std::pair<int, const int *>, bool> saw; // by warp and place: lanes that read together see the same
 
@@ -201,16 +202,18 @@ template <typename T> static T &shared() {
 }
 
 // Puts into memory what stands there while the previous kernel still runs, or when it has ended.
-static void set_memory(bool ended) {
+static void set_memory(bool when_ended) {
+  ended = when_ended;
   for (size_t i = 0; i < regions.size(); i++)
     if (const Region &r = regions[i]; r.before) std::memcpy((u8 *)r.first, ended ? now[i].data() : r.before, now[i].size());
 }
 
+// Others may get here first, or read meanwhile what they should not.
 static void wait_for_previous_kernel() {
-  bool first = true;
-  for (int i = 0; i < count; i++) first &= !threads[i].waited;
+  ready.push_back(current);
+  pause();
   threads[current].waited = true;
-  if (first) set_memory(true);
+  if (!ended) set_memory(true);
 }
 
 static void run_block(u32 number) {

@@ -62,7 +62,7 @@ class Kernels:
     ) -> list[int]:  # fmt: skip
         """Run a plan's kernel. It may copy, or read ahead, from the storages of `reads` alone, but for so many bytes at their
         ends; each may come with what stands there while the kernel before still runs, a tensor of the same storage size.
-        Returns how many lines of each L2 was asked for."""
+        Returns how often L2 was asked for a line of each."""
         regions = (_Region * len(reads))()
         for region, (now, before, left_alone) in zip(regions, reads, strict=True):
             storage = now.untyped_storage()

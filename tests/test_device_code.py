@@ -78,7 +78,7 @@ class Host:
     """Bytes at the end of tensors of the call that nothing may read."""
     runs: list[str] = field(default_factory=list)
     hints: dict[str, int] = field(default_factory=dict)
-    """Lines of tensors of the last call that threads have asked L2 for."""
+    """How often threads of the last call have asked L2 for a line of a tensor."""
 
     def score_blocks(self, problem: ScoreProblem, seqlen_q: int | None, blocks: int, _: None) -> Tensor:
         """In place of `selection.score_blocks`."""
@@ -91,6 +91,7 @@ class Host:
         tensors = {name: getattr(problem, name) for name in READ}
         kernels = self.build(score.operands_of(problem.q.dtype, problem.k.dtype), self.arch, self.edit)
         tensors = {name: x for name, x in tensors.items() if isinstance(x, Tensor)}
+        assert self.before.keys() | self.left_alone.keys() <= tensors.keys()
         hints = kernels.launch(
             plan,
             score.pack(problem, plan, output),
@@ -151,6 +152,7 @@ def test_factors(host: Host, way: str, factor: float) -> None:
 
 @pytest.mark.parametrize("factor", [2.0**100, 2.0**-120])
 def test_large_and_small_factors_of_widened_codes(host: Host, way: str, factor: float) -> None:
+    """Powers of two that widening brings in, multiplied with a large one first, would be infinite."""
     case = Case([700, 130], [1, 1], 8)
     got, want = scores(case.arguments(factor, "cpu"), 6), case.expected(6, factor)
     torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5 * float(want[want.isfinite()].abs().max()))
@@ -194,6 +196,7 @@ def test_pages_outside_the_cache_any_strides_and_more_tokens_than_promised(host:
         for _ in ARRIVALS:
             assert_same(scores(given, 12), want)
     host.edit = ("last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES", "last >= BLOCK_KEYS - 1")
+    host.build("nvfp4", host.arch, host.edit)
     with pytest.raises(AssertionError):
         assert_same(scores(given, 12), want)
 
@@ -268,7 +271,7 @@ def test_the_queries_of_each_request_are_asked_for_once(host: Host, way: str, le
 
 def test_global_scales_that_the_kernel_before_writes(host: Host, way: str) -> None:
     case = Case([700, 130], [1, 1], 4)
-    given = case.arguments(torch.tensor([-0.375]), "cpu")
+    given = case.arguments(torch.tensor([-0.375]), "cpu") | {"k_global_scale": torch.ones(1)}
     host.before = {"q_global": torch.tensor([5.0]), "k_global": torch.tensor([torch.nan])}
     for _ in ARRIVALS:
         assert_same(scores(given, 6), case.expected(6, -0.375))
@@ -281,6 +284,7 @@ def test_tokens_of_three_heads_whose_scores_are_all_below_zero(host: Host, way: 
     assert bool((want < 0).any())
     assert_same(scores(case.arguments(device="cpu"), 1, reduce_heads=True), want)
     host.edit = ("run.heads == 3 && (lane & 3) == 3", "false")
+    host.build("nvfp4", host.arch, host.edit)
     with pytest.raises(AssertionError):
         assert_same(scores(case.arguments(device="cpu"), 1, reduce_heads=True), want)
 
@@ -349,7 +353,7 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         DeviceError,
     ),
     "the last sets are never asked for": (("if (set < T::SETS - Scorer::AHEAD || more)", "if (more)"), AssertionError),
-    "another block's page": (
+    "the next block is begun a set too soon": (
         ("set == T::SETS - Scorer::AHEAD && more", "set == T::SETS - Scorer::AHEAD - 1 && more"),
         AssertionError,
     ),

@@ -445,7 +445,8 @@ def test_parts_of_a_row(operands: str, batch: int, blocks: int, sms: int) -> Non
         assert p.workers <= max(score._MOST_WAVES * fit, batch)
         longest = -(-single // p.parts)
         assert p.parts == 1 or -(-single // (p.parts - 1)) > longest
-        assert p.parts == single or (longest - 1) * (fit // batch) <= single
+        room = fit - min(p.fill_blocks, fit // 2)
+        assert p.parts == single or (longest - 1) * (room // batch) <= single
 
 
 def test_work_past_32_bits_is_counted_in_larger_units() -> None:

@@ -227,15 +227,14 @@ def make_plan(
     if width is not None:
         columns, tile_tokens = width, width // group
         place = o.row_columns.index(width)
-        counts = (("one", o.one[place]), ("row", o.row[place]))
-        fits = [sms * min(o.room(kernel, width, shared), o.held(count, counted)) for kernel, count in counts]
-        fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits)
+        counts = {"one": o.one[place], "row": o.row[place]}
+        fits = {n: sms * min(o.room(n, width, shared), o.held(count, counted)) for n, count in counts.items()}
+        fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits.values())
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
         # Where codes are multiplied all that fit settle early: the ones that do not are the last to end
         # (kernel-notes, "Beside the products").
-        fit = dict(zip(("one", "row"), fits, strict=True))[kind]
-        early = min(workers, fit if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
+        early = min(workers, fits[kind] if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
     else:
         slots = sms * o.stream[COLUMNS.index(columns)]
         slots -= min(fill_blocks, slots // 16)

@@ -110,10 +110,10 @@ struct CodeQueries {
 template <int N> struct CodeScorer {
   static constexpr bool FEW = true, BY_SETS = true;
   static constexpr bool ONE = N > 1; // teams have no more than a block each
-  // Sets under way beside the one that is scored. Not all that there are places for: of what is asked for at once, memory may bring
-  // the first last (kernel-notes, "Beside the products"). A team with one block has two sets, and asks for both.
+  // Sets that are under way when one is waited for, that one included. Not all that there are places for: of what is asked for at
+  // once, memory may bring the first last (kernel-notes, "Beside the products"). A team with one block asks for both its sets.
   static constexpr int AHEAD = ONE ? Team<N>::SETS : 2;
-  static_assert(ONE || AHEAD < Team<N>::SETS, "what is overwritten has been read by all lanes when they meet for the next set");
+  static_assert(ONE || AHEAD < Team<N>::SETS, "a place would be overwritten that lanes may still read");
   typedef Team<N> T;
   typedef CodeQueries Queries;
   typedef SetCopier<T> Copier;

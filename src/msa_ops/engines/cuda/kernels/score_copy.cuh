@@ -155,7 +155,7 @@ private:
       const u8 *const from = keys + key * ROW_BYTES;
 #pragma unroll
       for (int i = 0; i < 4; i++) copy_async_plain(place(i), from + i * 32 * ROW_BYTES);
-    } else { // a loop, which seldom is gone through: as straight code it would be, predicated off, beside the usual way
+    } else { // a loop: straight code the compiler would put, predicated off, into the usual way
 #pragma unroll 1
       for (int i = 0; i < 4; i++) copy_async_plain(place(i), keys + min(key + 32 * i, last) * (i64)p.k_row);
     }

@@ -99,12 +99,13 @@ struct GlobalScales {
   DEVICE_MEMBER float product(const ScoreParams &p) const { return p.factor * q * k; }
 };
 
-// And the powers of two of widened queries and keys, apart from it: together they could leave the range of floats.
+// NVFP4: undoes the powers of two of widened queries and keys. Apart from `Shared::factor`, whose product with it could leave the
+// range of floats.
 constexpr float PRODUCT_FACTOR = SCALED ? NVFP4_FACTOR * NVFP4_FACTOR : 1.f;
 
 template <int COLUMNS> struct Shared {
   uint4 query[QUERY_PARTS][COLUMNS / 8][4][32]; // operands of 8 columns and two steps, by lane
-  float factor[COLUMNS];                        // what a column's products are multiplied with
+  float factor[COLUMNS];                        // what a column's products are multiplied with, beside PRODUCT_FACTOR
   int limit[COLUMNS];                           // keys that a column's token sees
   float best[2][WARPS][COLUMNS];
   float *out[COLUMNS];                          // where the scores of a column, or of a token's columns, go: those of block 0

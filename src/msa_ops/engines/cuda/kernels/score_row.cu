@@ -128,8 +128,8 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     }
     guessed = first < run.last;
     if (guessed) {
-      // By sets one thread block asks for a request's queries, that of the largest part: hundreds that asked for one line would wait
-      // for one another (fp8 and bf16 take the same either way).
+      // By sets one thread block asks for a request's queries, that of the largest part: hundreds that asked for one line would
+      // wait for one another.
       const bool asks = BY_SETS ? warp == 0 && slot == (ONE ? 0 : p.row_parts.value - 1) : warp == WARPS - 1;
       if (FEW && asks) prefetch_query(p, run, lane);
       if (number < (u32)p.hinting && threadIdx.x % T::THREADS_EACH == 0) prefetch_keys(p, run, first, guessed_page);
@@ -196,9 +196,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
         for (int set = 0; set < T::SETS; set++) {
           wait_for_copies<Scorer::AHEAD - 1>();
           __syncwarp(); // the other lanes' copies; and all have read the sets before: one of them is overwritten now
-          if (set == T::SETS - Scorer::AHEAD && more) {
-            copier = copier_of(same, next, page);
-          }
+          if (set == T::SETS - Scorer::AHEAD && more) copier = copier_of(same, next, page);
           if (set < T::SETS - Scorer::AHEAD || more) copier.copy(p, lane);
           commit_copies(); // one group a set, be it empty
           if (here) scorer.score(shared, block, set, all_seen, warp, lane);
