@@ -70,7 +70,7 @@ template <typename T> struct BlockCopier {
   int block, page;
 
   BlockCopier() = default;
-  template <typename Memory>
+  template <typename Memory> // the parameters of `SetCopier`'s
   DEVICE_MEMBER BlockCopier(const ScoreParams &, const Run &, int block, int page, const Memory &, int, int)
       : block(block), page(page) {}
   DEVICE_MEMBER bool present(const ScoreParams &p) const { return has_page(p, page); }
@@ -120,11 +120,11 @@ template <typename T> struct SetCopier {
     to = shared_address(&memory.keys[warp][lane >> 2][key_place(lane >> 2, lane & 3)]);
     scales_to = shared_address(&memory.scales[warp][half][scale_place(half, row)]);
   }
-  DEVICE_MEMBER bool present(const ScoreParams &) const { return last >= 0; }
+  DEVICE_MEMBER bool present() const { return last >= 0; }
 
   // The next set.
   DEVICE_MEMBER void copy(const ScoreParams &p, int lane) {
-    if (!present(p)) return;
+    if (!present()) return;
     if (side_by_side)
       copy_set<true>(p, lane);
     else
@@ -142,7 +142,7 @@ template <typename T> struct SetCopier {
     } else {
 #pragma unroll 1
       for (int set = 0; set < COUNT; set++) {
-        if (present(p)) copy_set<false>(p, lane);
+        if (present()) copy_set<false>(p, lane);
         commit_copies();
       }
     }

@@ -190,7 +190,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
       const int next = block + T::COUNT, page = !ONE && next < same.last ? page_of(p, same.index, next) : -1;
       if constexpr (BY_SETS) {
         const bool all_seen = block * BLOCK_KEYS <= same.lowest - BLOCK_KEYS; // by all tokens
-        const bool more = !ONE && next < same.last, here = copier.present(p);
+        const bool more = !ONE && next < same.last, here = copier.present();
         scorer.begin_block();
 #pragma unroll 1
         for (int set = 0; set < T::SETS; set++) {
