@@ -337,7 +337,9 @@ static size_t __cvta_generic_to_shared(const void *at) { return (const u8 *)at -
 template <int BYTES> static void copy_async(void *to, const void *from, u64) {
   machine::start_copy((u32)__cvta_generic_to_shared(to), from, BYTES);
 }
-static void copy_async_plain(u32 to, const void *from) { machine::start_copy(to, from, 16); }
+static void copy_async_if(bool wanted, u32 to, const void *from) {
+  if (wanted) machine::start_copy(to, from, 16);
+}
 static void commit_copies() { machine::threads[machine::current].groups.emplace_back(); }
 template <int LEFT> static void wait_for_copies() { machine::wait_for_groups(LEFT); }
 static uint4 load_again(const uint4 *at) { return *at; }

@@ -211,28 +211,38 @@ def test_pages_outside_the_cache_any_strides_and_more_tokens_than_promised(host:
 @pytest.mark.parametrize(
     "heads, edit",
     [
-        (4, ("min(key + 32 * i, last)", "key + 32 * i")),
+        (4, ("min(key + 8 * set + 32 * i, last)", "key + 8 * set + 32 * i")),
         (4, ("last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES", "present() && p.k_row == ROW_BYTES")),
         (8, ("first + min(own + row(i), last) * (i64)p.k_row", "first + (own + row(i)) * (i64)p.k_row")),
     ],
 )
 def test_keys_that_no_token_sees_are_not_read(host: Host, way: str, heads: int, edit: tuple[str, str]) -> None:
-    """The cache ends with the last key of a request, in the middle of a page."""
-    case = Case([300, 129], [1, 1], heads)
-    given, end = case.arguments(device="cpu"), len(case.k) - 1
-    last = int(case.table[0, 2])
+    ends_with_the_last_key(host, Case([300, 129], [1, 1], heads), edit)
+
+
+def test_keys_that_no_token_sees_are_not_read_behind_a_whole_block(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the warp's two blocks all keys of the first are seen."""
+    monkeypatch.setattr(score, "_row_parts", lambda *_: ("row", 1))
+    edit = ("run.highest - block * BLOCK_KEYS >= BLOCK_KEYS && p.k_row", "p.k_row")
+    ends_with_the_last_key(host, Case([7 * 128 - 84, 129], [1, 1], 4), edit)
+
+
+def ends_with_the_last_key(host: Host, case: Case, edit: tuple[str, str]) -> None:
+    """The cache ends with the last key of the first request, in the middle of a page; the edited kernel reads on."""
+    given, end, blocks = case.arguments(device="cpu"), len(case.k) - 1, -(-case.lengths[0] // 128)
+    last = int(case.table[0, blocks - 1])
     order = torch.arange(end + 1)
     order[[last, end]] = order[[end, last]]
     given["k_fp4"], given["k_scale"] = given["k_fp4"][order], given["k_scale"].view(-1, 1024)[order].flatten()
     given["page_table"] = torch.where(case.table < 0, -1, order[case.table]).int()
-    host.left_alone = {"k": (3 * 128 - 300) * 64}
-    bound = 0.0 if heads == 4 else order_of_sums(case, 0.375)
+    host.left_alone = {"k": (blocks * 128 - case.lengths[0]) * 64}
+    bound = 0.0 if case.heads == 4 else order_of_sums(case, 0.375)
     for _ in ARRIVALS:
-        torch.testing.assert_close(scores(given, 4), case.expected(4), rtol=0, atol=bound)
+        torch.testing.assert_close(scores(given, blocks + 1), case.expected(blocks + 1), rtol=0, atol=bound)
     host.edit = edit
     host.build("nvfp4", host.arch, host.edit)
     with pytest.raises(DeviceError):
-        scores(given, 4)
+        scores(given, blocks + 1)
 
 
 def stale(now: Tensor, values: list[int], seed: int) -> Tensor:
@@ -336,7 +346,7 @@ def test_other_formats(
 MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
     "none": (None, None),
     "a set is begun with too soon": (
-        ("wait_for_copies<Scorer::AHEAD - 1>();", "wait_for_copies<Scorer::AHEAD>();"),
+        ("wait_for_copies<AHEAD - 1>();", "wait_for_copies<AHEAD>();"),
         DeviceError,
     ),
     "other lanes' copies are not waited for": (
@@ -344,7 +354,10 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         DeviceError,
     ),
     "a lane meets others elsewhere": (
-        ("__syncwarp(); // the other lanes' copies; and all have", "if (lane != 3) __syncwarp(); // and all have"),
+        (
+            "__syncwarp(); // the other lanes' copies; and all have",
+            "if (threadIdx.x % 32 != 3) __syncwarp(); // and all have",
+        ),
         DeviceError,
     ),
     "a barrier that some threads pass by": (
@@ -357,13 +370,23 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         ("has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1", "BLOCK_KEYS"),
         DeviceError,
     ),
-    "the last sets are never asked for": (("if (set < T::SETS - Scorer::AHEAD || more)", "if (more)"), AssertionError),
-    "the next block is begun a set too soon": (
-        ("set == T::SETS - Scorer::AHEAD && more", "set == T::SETS - Scorer::AHEAD - 1 && more"),
+    "the last sets are never asked for": (("if (set < OWN || more)", "if (more)"), AssertionError),
+    "the last sets are never asked for, straight": (("lane, set < OWN || more);", "lane, more);"), AssertionError),
+    "the next block is begun a set too soon": (("set == OWN && more", "set == OWN - 1 && more"), AssertionError),
+    "the next block is begun a set too soon, straight": (
+        ("set == OWN && !ONE", "set == OWN - 1 && !ONE"),
+        DeviceError,
+    ),
+    "the page of another block": (
+        ("? page_of(p, same.index, next + T::COUNT) : -1;", "? page_of(p, same.index, next) : -1;"),
+        AssertionError,
+    ),
+    "straight where one token sees less": (
+        ("all_seen && copier.side_by_side(p)", "copier.side_by_side(p)"),
         AssertionError,
     ),
     "the block before counts": (
-        ("scorer.begin_block();", "if (block < T::COUNT) scorer.begin_block();"),
+        ("    best = NEG_INF;\n", "    if (block < T::COUNT) best = NEG_INF;\n"),
         AssertionError,
     ),
     "queries are read before the wait": (
@@ -386,15 +409,16 @@ def test_mutants_are_caught(host: Host, name: str, monkeypatch: pytest.MonkeyPat
     host.edit, kind_of_error = MUTANTS[name]
     host.build("nvfp4", host.arch, host.edit)  # what is wrong here is nothing that is caught
     caught: set[type[Exception]] = set()
-    for way in (("one", 3), ("row", 1), ("row", 3)):
+    for way in (("one", 6), ("row", 1), ("row", 3)):
         monkeypatch.setattr(score, "_row_parts", lambda *_, way=way: way)
         score.make_plan.cache_clear()
         for seed in range(6):
-            case = Case([700, 300, 0, 129], [1, 1, 1, 2], 4, seed)
+            case = Case([1500, 300, 0, 129, 128], [1, 1, 1, 2, 2], 4 - seed % 3, seed)
+            case.k_rows[case.table[4, 0], 127] = 0x7F  # NaN, which the second of its two tokens alone sees
             given = case.arguments(device="cpu")
             guess(host, given, seed)
             try:
-                assert_same(scores(given, 6), case.expected(6))
+                assert_same(scores(given, 12), case.expected(12))
             except (AssertionError, DeviceError) as error:
                 caught.add(type(error))
     assert kind_of_error in caught if kind_of_error else not caught

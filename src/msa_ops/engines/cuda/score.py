@@ -284,6 +284,8 @@ def _row_parts(o: Operands, columns: int, batch: int, key_blocks: int, fit_one: 
     wanted = size // part
     if 2 * wanted < 3 * fit_row:
         wanted = max(size // (part // 2), fit_row)
+    if columns == CODE_COLUMNS and batch == 1:
+        wanted = fit_row  # parts of one row are even, and long ones are fastest
     most = -(-key_blocks // o.at_once("row", columns))
     parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, most), 1)
     return "row", -(-most // -(-most // parts))  # no more than the longest part asks for

@@ -27,9 +27,12 @@ template <int BYTES> DEVICE void copy_async(void *to, const void *from, u64 poli
     asm volatile("cp.async.ca.shared.global.L2::cache_hint [%0], [%1], %3, %2;" ::"r"(at), "l"(from), "l"(policy), "n"(BYTES) : "memory");
 }
 
-// Of 16 bytes to an address in shared memory, without a policy for L2, which would take registers.
-DEVICE void copy_async_plain(u32 to, const void *from) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+// Of 16 bytes to an address in shared memory, if `wanted`: without a branch, and without a policy for L2, which would take
+// registers.
+DEVICE void copy_async_if(bool wanted, u32 to, const void *from) {
+  asm volatile("{.reg .pred p; setp.ne.u32 p, %2, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16;}" ::"r"(to), "l"(from),
+               "r"((u32)wanted)
+               : "memory");
 }
 
 DEVICE void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }

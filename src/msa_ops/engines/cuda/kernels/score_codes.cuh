@@ -46,7 +46,9 @@ struct CodeShared {
   float *out[PAIRS]; // where the scores of a pair go, or of the token whose first pair it is: that of block 0; null: nowhere
   float factor;      // what scores are multiplied with
   Run run[1];
-  u32 positive, negative; // the low words of `POSITIVE` and `NEGATIVE`: constants would come into a register anew each time
+  // The low words of `POSITIVE` and `NEGATIVE`, as often as lanes differ: what is known to be the same for all would come into a
+  // register anew each time.
+  u32 positive[PAIRS], negative[PAIRS];
 };
 
 // From stored queries to operands. A thread has a word of a step's; of the first 32, each has a scale too.
@@ -89,7 +91,8 @@ struct CodeQueries {
     StepScales &scales = shared.scale[group >> 1][pair];
     scales.factor[group & 1] = x, scales.unbias[group & 1] = x * -BIAS; // exact
     if (group > 0) return;
-    if (pair == 0) shared.positive = POSITIVE.low, shared.negative = NEGATIVE.low, shared.factor = fabsf(global);
+    shared.positive[pair] = POSITIVE.low, shared.negative[pair] = NEGATIVE.low;
+    if (pair == 0) shared.factor = fabsf(global);
     const int token = token_of(p, run, pair), head = head_of(p, run, pair);
     shared.limit[pair] = run.request.limit(p, run.place + token - run.token);
     float *out = p.out + token * p.out_token;
@@ -117,13 +120,48 @@ template <int N> struct CodeScorer {
   typedef Team<N> T;
   typedef CodeQueries Queries;
   typedef SetCopier<T> Copier;
+  typedef SetPlaces<T> Places;
   typedef RowShared<CodeShared, T> Memory;
   float best;
   u32 positive, negative; // see `CodeShared`
 
   // Takes what is the same for all blocks.
-  DEVICE_MEMBER void begin(const Memory &shared) { positive = shared.positive, negative = shared.negative; }
-  DEVICE_MEMBER void begin_block() { best = NEG_INF; }
+  DEVICE_MEMBER void begin(const Memory &shared, int lane) {
+    positive = shared.positive[lane & 3], negative = shared.negative[lane & 3];
+  }
+
+  // Takes in a block, whose first sets are under way. Asks for its last ones, and for the first ones of the block after it if there
+  // are `more`: `next` gives the copier of that. `straight`: all tokens see all keys of both, and these lie side by side.
+  template <typename Next>
+  DEVICE_MEMBER void take(const ScoreParams &p, const Memory &shared, const Places &places, Copier &copier, Next next, bool more,
+                          bool straight, int block, bool all_seen, int warp, int lane) {
+    constexpr int OWN = T::SETS - AHEAD; // sets that have not been asked for
+    auto arrived = [] {
+      wait_for_copies<AHEAD - 1>();
+      __syncwarp(); // the other lanes' copies; and all have read the sets before: one of them is overwritten now
+    };
+    best = NEG_INF;
+    if (straight) { // the usual way: without a branch
+#pragma unroll
+      for (int set = 0; set < T::SETS; set++) {
+        arrived();
+        if (set == OWN && !ONE) copier = next();
+        if (set < OWN || !ONE) copier.copy_side_by_side(places, (set + AHEAD) % T::SETS, lane, set < OWN || more);
+        commit_copies(); // one group a set, be it empty
+        score(shared, block, set, true, warp, lane);
+      }
+    } else {
+      const bool present = copier.present();
+#pragma unroll 1
+      for (int set = 0; set < T::SETS; set++) {
+        arrived();
+        if (set == OWN && more) copier = next();
+        if (set < OWN || more) copier.copy(p, places, (set + AHEAD) % T::SETS, warp, lane);
+        commit_copies();
+        if (present) score(shared, block, set, all_seen, warp, lane);
+      }
+    }
+  }
 
   // Takes in a set of a warp's keys.
   DEVICE_MEMBER void score(const Memory &shared, int block, int set, bool all_seen, int warp, int lane) {

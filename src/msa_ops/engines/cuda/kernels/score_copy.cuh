@@ -70,8 +70,7 @@ template <typename T> struct BlockCopier {
   int block, page;
 
   BlockCopier() = default;
-  template <typename Memory> // the parameters of `SetCopier`'s
-  DEVICE_MEMBER BlockCopier(const ScoreParams &, const Run &, int block, int page, const Memory &, int, int)
+  DEVICE_MEMBER BlockCopier(const ScoreParams &, const Run &, int block, int page, int, int) // the parameters of `SetCopier`'s
       : block(block), page(page) {}
   DEVICE_MEMBER bool present(const ScoreParams &p) const { return has_page(p, page); }
 
@@ -83,6 +82,11 @@ template <typename T> struct BlockCopier {
     if constexpr (SCALED) copy_scales<T>(p, to.scales[warp], run, block * BLOCK_KEYS, page, policy, warp, lane);
     commit_copies();
   }
+};
+
+// A block that is copied as a whole needs none.
+struct NoPlaces {
+  template <typename Memory> DEVICE_MEMBER NoPlaces(const Memory &, int, int) {}
 };
 
 // The first key of either half of a tile among a warp's copied ones.
@@ -98,68 +102,66 @@ template <typename T> DEVICE void read_keys(const Keys<T> &from, Part<1> &part, 
   }
 }
 
-// A warp's NVFP4 keys of a block, and their scales, copied a set at a time, in order. A lane copies 16 bytes of a key and of those
-// 32, 64 and 96 on; the first 16 lanes copy a row of scales each. The cache is paged, so that such a row is in one place, and has
-// one KV head, as always where there are rows of blocks: score.py, `make_plan`.
+// Where a lane writes what it copies of a warp's first set of NVFP4 keys, in shared memory; the next sets follow.
+template <typename T> struct SetPlaces {
+  u32 keys, scales;
+
+  template <typename Memory> DEVICE_MEMBER SetPlaces(const Memory &memory, int warp, int lane) {
+    const int half = lane >> 3 & 1;
+    keys = shared_address(&memory.keys[warp][lane >> 2][key_place(lane >> 2, lane & 3)]);
+    scales = shared_address(&memory.scales[warp][half][scale_place(half, lane & 7)]);
+  }
+};
+
+// A warp's NVFP4 keys of a block, and their scales, copied a set at a time. A lane copies 16 bytes of a key and of those 32, 64 and
+// 96 on; the first 16 lanes copy a row of scales each. The cache is paged, so that such a row is in one place, and has one KV
+// head, as always where there are rows of blocks: score.py, `make_plan`.
 template <typename T> struct SetCopier {
-  const u8 *keys, *scales; // 16 bytes of the block's first key; the lane's row of scales
-  int key;                 // the lane's, in the block
+  const u8 *keys, *scales; // the lane's 16 bytes of the first set, and its row of scales
   int last;                // that any token sees; below 0: there is nothing to copy
-  bool side_by_side;       // all keys are seen, and nothing lies between them
-  u32 to, scales_to;       // in shared memory
 
   SetCopier() = default;
-  template <typename Memory>
-  DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, const Memory &memory, int warp, int lane) {
-    const int first = T::first_key(warp), half = lane >> 3 & 1, row = lane & 7;
-    key = first + (lane >> 2);
+  DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, int warp, int lane) {
     last = has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1;
-    side_by_side = last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES;
-    keys = p.k + page * p.k_page + (lane & 3) * 16;
-    scales = p.k_scale + (i64)page * SCALE_TILE_BYTES + half * 512 + (first + row) * 16;
-    to = shared_address(&memory.keys[warp][lane >> 2][key_place(lane >> 2, lane & 3)]);
-    scales_to = shared_address(&memory.scales[warp][half][scale_place(half, row)]);
+    keys = p.k + page * p.k_page + (first_key(warp, lane) * (i64)p.k_row + (lane & 3) * 16);
+    scales = p.k_scale + (i64)page * SCALE_TILE_BYTES + (lane >> 3 & 1) * 512 + (T::first_key(warp) + (lane & 7)) * 16;
   }
+  static DEVICE_MEMBER int first_key(int warp, int lane) { return T::first_key(warp) + (lane >> 2); } // the lane's, in the block
   DEVICE_MEMBER bool present() const { return last >= 0; }
-
-  // The next set.
-  DEVICE_MEMBER void copy(const ScoreParams &p, int lane) {
-    if (!present()) return;
-    if (side_by_side)
-      copy_set<true>(p, lane);
-    else
-      copy_set<false>(p, lane);
+  // All keys are seen, and nothing lies between them.
+  DEVICE_MEMBER bool side_by_side(const ScoreParams &p) const { return last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES; }
+  static DEVICE_MEMBER bool side_by_side(const ScoreParams &p, const Run &run, int block, int page) {
+    return has_page(p, page) && run.highest - block * BLOCK_KEYS >= BLOCK_KEYS && p.k_row == ROW_BYTES;
   }
 
-  // The next `COUNT` sets, a group of copies each. The way is chosen once, so that addresses of the usual one are constants apart.
-  template <int COUNT> DEVICE_MEMBER void copy_sets(const ScoreParams &p, int lane) {
-    if (side_by_side) {
+  // A set of keys that lie side by side, if `wanted`: no branch, and addresses are constants apart.
+  DEVICE_MEMBER void copy_side_by_side(const SetPlaces<T> &to, int set, int lane, bool wanted = true) const {
 #pragma unroll
-      for (int set = 0; set < COUNT; set++) {
-        copy_set<true>(p, lane);
-        commit_copies();
-      }
-    } else {
+    for (int i = 0; i < 4; i++)
+      copy_async_if(wanted, to.keys + (i * T::GROUP + 8 * set) * ROW_BYTES, keys + (32 * i + 8 * set) * ROW_BYTES);
+    copy_async_if(wanted && lane < 16, to.scales + 8 * set * 16, scales + 8 * set * 16);
+  }
+
+  // Any set.
+  DEVICE_MEMBER void copy(const ScoreParams &p, const SetPlaces<T> &to, int set, int warp, int lane) const {
+    if (side_by_side(p)) {
+      copy_side_by_side(to, set, lane);
+    } else if (present()) {
+      const int key = first_key(warp, lane);
 #pragma unroll 1
-      for (int set = 0; set < COUNT; set++) {
-        if (present()) copy_set<false>(p, lane);
-        commit_copies();
-      }
+      for (int i = 0; i < 4; i++)
+        copy_async_if(true, to.keys + (i * T::GROUP + 8 * set) * ROW_BYTES,
+                      keys + (min(key + 8 * set + 32 * i, last) - key) * (i64)p.k_row);
+      copy_async_if(lane < 16, to.scales + 8 * set * 16, scales + 8 * set * 16);
     }
   }
 
-private:
-  template <bool SIDE_BY_SIDE> DEVICE_MEMBER void copy_set(const ScoreParams &p, int lane) {
-    auto place = [&](int i) { return to + i * T::GROUP * ROW_BYTES; };
-    if constexpr (SIDE_BY_SIDE) {
-      const u8 *const from = keys + key * ROW_BYTES;
+  // The first `COUNT` sets, a group of copies each.
+  template <int COUNT> DEVICE_MEMBER void copy_first(const ScoreParams &p, const SetPlaces<T> &to, int warp, int lane) const {
 #pragma unroll
-      for (int i = 0; i < 4; i++) copy_async_plain(place(i), from + i * 32 * ROW_BYTES);
-    } else { // a loop: straight code the compiler would put, predicated off, into the usual way
-#pragma unroll 1
-      for (int i = 0; i < 4; i++) copy_async_plain(place(i), keys + min(key + 32 * i, last) * (i64)p.k_row);
+    for (int set = 0; set < COUNT; set++) {
+      copy(p, to, set, warp, lane);
+      commit_copies();
     }
-    if (lane < 16) copy_async_plain(scales_to, scales);
-    key += 8, to += 8 * ROW_BYTES, scales += 8 * 16, scales_to += 8 * 16;
   }
 };

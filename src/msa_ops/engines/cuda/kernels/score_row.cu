@@ -19,6 +19,7 @@ template <int COLUMNS> struct RowScorer {
   typedef WideningTeam T;
   typedef QueryRows<COLUMNS> Queries;
   typedef BlockCopier<T> Copier;
+  typedef NoPlaces Places;
   typedef RowShared<Shared<COLUMNS>, T> Memory;
   float best[COLUMNS / 4];
 
@@ -92,13 +93,14 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   const int index = p.row_parts.quotient(number);
   const u32 slot = number - index * p.row_parts.value;
   auto share_of = [&](int blocks) { return ONE ? RowShare::one(slot, blocks, T::COUNT) : RowShare::even(p, slot, blocks); };
+  const typename Scorer::Places places(shared, warp, lane);
   bool present; // the block under way has a page; by sets the copier tells: there are registers to keep it in
   auto copier_of = [&](const Run &run, int block, int page) {
-    return typename Scorer::Copier(p, run, block, page, shared, warp, lane);
+    return typename Scorer::Copier(p, run, block, page, warp, lane);
   };
   auto ask = [&](typename Scorer::Copier &copier, const Run &run) {
     if constexpr (BY_SETS) {
-      copier.template copy_sets<Scorer::AHEAD>(p, lane);
+      copier.template copy_first<Scorer::AHEAD>(p, places, warp, lane);
     } else {
       present = copier.present(p);
       if (present) copier.copy(p, run, shared, warp, lane);
@@ -152,6 +154,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   }
   // Reads in this order: those behind the keys of many thread blocks arrive after them.
   const int page = page_of(p, index, first);
+  int next_page = BY_SETS && !ONE ? page_of(p, index, first + T::COUNT) : -1; // read a block ahead
   const Request::Words words(p, index, read_now);
   if (guessed && FEW) rows.load(p, run);
   if (guessed) {
@@ -184,24 +187,22 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     __syncthreads();
     const Run &same = shared.run[0]; // which leaves its registers to others
     Scorer scorer;
-    if constexpr (BY_SETS) scorer.begin(shared);
+    if constexpr (BY_SETS) scorer.begin(shared, lane);
+    if (BY_SETS && !ONE && anew) next_page = block + T::COUNT < same.last ? page_of(p, same.index, block + T::COUNT) : -1;
 #pragma unroll 1
     for (bool left = ONE ? any : block < same.last; left; left = !ONE && (block += T::COUNT) < same.last) {
-      const int next = block + T::COUNT, page = !ONE && next < same.last ? page_of(p, same.index, next) : -1;
+      const int next = block + T::COUNT;
       if constexpr (BY_SETS) {
+        const bool more = !ONE && next < same.last;
         const bool all_seen = block * BLOCK_KEYS <= same.lowest - BLOCK_KEYS; // by all tokens
-        const bool more = !ONE && next < same.last, here = copier.present();
-        scorer.begin_block();
-#pragma unroll 1
-        for (int set = 0; set < T::SETS; set++) {
-          wait_for_copies<Scorer::AHEAD - 1>();
-          __syncwarp(); // the other lanes' copies; and all have read the sets before: one of them is overwritten now
-          if (set == T::SETS - Scorer::AHEAD && more) copier = copier_of(same, next, page);
-          if (set < T::SETS - Scorer::AHEAD || more) copier.copy(p, lane);
-          commit_copies(); // one group a set, be it empty
-          if (here) scorer.score(shared, block, set, all_seen, warp, lane);
-        }
+        const bool straight =
+            all_seen && copier.side_by_side(p) && (!more || Scorer::Copier::side_by_side(p, same, next, next_page));
+        const int page = next_page;
+        next_page = !ONE && next + T::COUNT < same.last ? page_of(p, same.index, next + T::COUNT) : -1;
+        scorer.take(p, shared, places, copier, [&] { return copier_of(same, next, page); }, more, straight, block, all_seen, warp,
+                    lane);
       } else {
+        const int page = !ONE && next < same.last ? page_of(p, same.index, next) : -1;
         wait_for_copies<0>();
         __syncwarp(); // the other lanes' copies
         const bool all_seen = block * BLOCK_KEYS <= same.lowest - BLOCK_KEYS; // by all tokens
