@@ -209,10 +209,38 @@ def test_pages_outside_the_cache_any_strides_and_more_tokens_than_promised(host:
 
 
 @pytest.mark.parametrize(
+    "edit",
+    [
+        ("has_page(p, page) ? run.highest", "true ? run.highest"),
+        ("all_seen && Copier::side_by_side(p, copier.last)", "all_seen && p.k_row == ROW_BYTES"),
+    ],
+)
+def test_pages_outside_the_cache_between_others(
+    host: Host, edit: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    """Of keys that lie side by side, before and behind blocks that are there."""
+    monkeypatch.setattr(score, "_row_parts", lambda *_: ("row", 1))
+    case = Case([1500, 300], [1, 1], 4)
+    given = case.arguments(device="cpu")
+    table = given["page_table"]
+    for pages in ({4: -1, 9: 10**9}, {0: -1, 1: 10**9, 5: len(case.k)}):
+        want = case.expected(12)
+        want[:, list(pages), 0] = -INF
+        given["page_table"] = table.clone()
+        given["page_table"][0, list(pages)] = torch.tensor(list(pages.values()), dtype=torch.int32)
+        for _ in ARRIVALS:
+            assert_same(scores(given, 12), want)
+    host.edit = edit
+    host.build("nvfp4", host.arch, host.edit)
+    with pytest.raises((DeviceError, AssertionError)):
+        assert_same(scores(given, 12), want)
+
+
+@pytest.mark.parametrize(
     "heads, edit",
     [
         (4, ("min(key + 8 * set + 32 * i, last)", "key + 8 * set + 32 * i")),
-        (4, ("last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES", "present() && p.k_row == ROW_BYTES")),
+        (4, ("last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES", "last >= 0 && p.k_row == ROW_BYTES")),
         (8, ("first + min(own + row(i), last) * (i64)p.k_row", "first + (own + row(i)) * (i64)p.k_row")),
     ],
 )
@@ -223,7 +251,7 @@ def test_keys_that_no_token_sees_are_not_read(host: Host, way: str, heads: int, 
 def test_keys_that_no_token_sees_are_not_read_behind_a_whole_block(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the warp's two blocks all keys of the first are seen."""
     monkeypatch.setattr(score, "_row_parts", lambda *_: ("row", 1))
-    edit = ("run.highest - block * BLOCK_KEYS >= BLOCK_KEYS && p.k_row", "p.k_row")
+    edit = ("Copier::side_by_side(p, Copier::last_seen(p, same, next, page_ahead))", "true")
     ends_with_the_last_key(host, Case([7 * 128 - 84, 129], [1, 1], 4), edit)
 
 
@@ -378,11 +406,15 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         DeviceError,
     ),
     "the page of another block": (
-        ("? page_of(p, same.index, next + T::COUNT) : -1;", "? page_of(p, same.index, next) : -1;"),
+        ("page_ahead = page_in_share(next + T::COUNT);", "page_ahead = page_in_share(next);"),
+        AssertionError,
+    ),
+    "the page ahead of a guess that failed": (
+        ("if (BY_SETS && anew) page_ahead", "if (tile > 0) page_ahead"),
         AssertionError,
     ),
     "straight where one token sees less": (
-        ("all_seen && copier.side_by_side(p)", "copier.side_by_side(p)"),
+        ("all_seen && Copier::side_by_side", "Copier::side_by_side"),
         AssertionError,
     ),
     "the block before counts": (
@@ -409,12 +441,13 @@ def test_mutants_are_caught(host: Host, name: str, monkeypatch: pytest.MonkeyPat
     host.edit, kind_of_error = MUTANTS[name]
     host.build("nvfp4", host.arch, host.edit)  # what is wrong here is nothing that is caught
     caught: set[type[Exception]] = set()
-    for way in (("one", 6), ("row", 1), ("row", 3)):
+    for way in (("one", 6), ("row", 1), ("row", 2), ("row", 3)):
         monkeypatch.setattr(score, "_row_parts", lambda *_, way=way: way)
         score.make_plan.cache_clear()
         for seed in range(6):
-            case = Case([1500, 300, 0, 129, 128], [1, 1, 1, 2, 2], 4 - seed % 3, seed)
-            case.k_rows[case.table[4, 0], 127] = 0x7F  # NaN, which the second of its two tokens alone sees
+            case = Case([1500, 300, 0, 129, 640], [1, 1, 1, 2, 2], 4 - seed % 3, seed)
+            # NaN, which the second of two tokens alone sees; of two heads both are scored together.
+            case.k_rows[case.table[4, 4], 127] = 0x7F
             given = case.arguments(device="cpu")
             guess(host, given, seed)
             try:

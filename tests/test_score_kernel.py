@@ -420,7 +420,7 @@ def test_fewer_thread_blocks_are_planned_with_where_registers_hold_fewer() -> No
         ("fp8", 8, 32768, 128), ("fp8", 64, 8192, 32), ("fp8", 16, 32768, 128), ("fp8", 1, 1 << 20, 2048),
         ("fp8", 256, 8192, 16), ("fp8", 16, 131072, 256), ("bf16", 64, 8192, 32), ("bf16", 1, 1 << 20, 2731),
         ("bf16", 16, 131072, 171), ("nvfp4", 64, 8192, 8), ("nvfp4", 64, 131072, 32),
-        ("nvfp4", 1, 1 << 20, 512), ("nvfp4", 1, 1 << 22, 512),
+        ("nvfp4", 1, 1 << 20, 512), ("nvfp4", 1, 1 << 22, 512), ("nvfp4", 2, 1 << 20, 512),
     ],
 )  # fmt: skip
 def test_parts_of_an_h200(operands: str, batch: int, context: int, parts: int) -> None:

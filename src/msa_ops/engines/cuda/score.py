@@ -277,15 +277,17 @@ def _row_parts(o: Operands, columns: int, batch: int, key_blocks: int, fit_one: 
     each = -(-key_blocks // o.at_once("one", columns))
     if 2 * batch * each <= 3 * fit_one:
         return "one", each
-    # Parts long enough to be worth their start. More of them than fit at once even out the end, and leave room early for the
-    # kernel that selects; but requests may be shorter than they can be, and thread blocks with nothing to do are not free.
-    size = batch * key_blocks * o.row_bytes * BLOCK_SIZE
-    part = _CODE_PART_BYTES if columns == CODE_COLUMNS else _PART_BYTES
-    wanted = size // part
-    if 2 * wanted < 3 * fit_row:
-        wanted = max(size // (part // 2), fit_row)
     if columns == CODE_COLUMNS and batch == 1:
-        wanted = fit_row  # parts of one row are even, and long ones are fastest
+        wanted = fit_row  # all parts take equally long: more than fit at once would even out nothing
+    else:
+        # Parts long enough to be worth their start. More of them than fit at once even out the end, and leave room early for
+        # the kernel that selects; but requests may be shorter than they can be, and thread blocks with nothing to do are not
+        # free.
+        size = batch * key_blocks * o.row_bytes * BLOCK_SIZE
+        part = _CODE_PART_BYTES if columns == CODE_COLUMNS else _PART_BYTES
+        wanted = size // part
+        if 2 * wanted < 3 * fit_row:
+            wanted = max(size // (part // 2), fit_row)
     most = -(-key_blocks // o.at_once("row", columns))
     parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, most), 1)
     return "row", -(-most // -(-most // parts))  # no more than the longest part asks for

@@ -46,8 +46,8 @@ struct CodeShared {
   float *out[PAIRS]; // where the scores of a pair go, or of the token whose first pair it is: that of block 0; null: nowhere
   float factor;      // what scores are multiplied with
   Run run[1];
-  // The low words of `POSITIVE` and `NEGATIVE`, as often as lanes differ: what is known to be the same for all would come into a
-  // register anew each time.
+  // The low words of `POSITIVE` and `NEGATIVE`, once a pair and read by lane: constants, and what all lanes read in one place, the
+  // compiler knows to be the same for all, and brings into a register anew each time.
   u32 positive[PAIRS], negative[PAIRS];
 };
 
@@ -131,7 +131,8 @@ template <int N> struct CodeScorer {
   }
 
   // Takes in a block, whose first sets are under way. Asks for its last ones, and for the first ones of the block after it if there
-  // are `more`: `next` gives the copier of that. `straight`: all tokens see all keys of both, and these lie side by side.
+  // are `more`: `next` gives the copier of that. `straight`: `all_seen`, by all tokens, as all keys of the block after it are by some;
+  // and keys lie side by side in both.
   template <typename Next>
   DEVICE_MEMBER void take(const ScoreParams &p, const Memory &shared, const Places &places, Copier &copier, Next next, bool more,
                           bool straight, int block, bool all_seen, int warp, int lane) {

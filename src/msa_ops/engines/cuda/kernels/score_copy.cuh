@@ -84,11 +84,6 @@ template <typename T> struct BlockCopier {
   }
 };
 
-// A block that is copied as a whole needs none.
-struct NoPlaces {
-  template <typename Memory> DEVICE_MEMBER NoPlaces(const Memory &, int, int) {}
-};
-
 // The first key of either half of a tile among a warp's copied ones.
 template <typename T> DEVICE int half_tile(int tile, int half) { return T::GROUP * (2 * (tile & 1) + half) + 8 * (tile >> 1); }
 
@@ -102,7 +97,8 @@ template <typename T> DEVICE void read_keys(const Keys<T> &from, Part<1> &part, 
   }
 }
 
-// Where a lane writes what it copies of a warp's first set of NVFP4 keys, in shared memory; the next sets follow.
+// Where a lane writes what it copies of a warp's first set of NVFP4 keys, in shared memory. Those of the next sets are a constant
+// further, because `key_place` and `scale_place` repeat every eight keys.
 template <typename T> struct SetPlaces {
   u32 keys, scales;
 
@@ -111,6 +107,10 @@ template <typename T> struct SetPlaces {
     keys = shared_address(&memory.keys[warp][lane >> 2][key_place(lane >> 2, lane & 3)]);
     scales = shared_address(&memory.scales[warp][half][scale_place(half, lane & 7)]);
   }
+};
+// Of blocks that are copied as a whole: nothing. The parameters of `SetPlaces`'s.
+struct NoPlaces {
+  template <typename Memory> DEVICE_MEMBER NoPlaces(const Memory &, int, int) {}
 };
 
 // A warp's NVFP4 keys of a block, and their scales, copied a set at a time. A lane copies 16 bytes of a key and of those 32, 64 and
@@ -122,20 +122,23 @@ template <typename T> struct SetCopier {
 
   SetCopier() = default;
   DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, int warp, int lane) {
-    last = has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1;
-    keys = p.k + page * p.k_page + (first_key(warp, lane) * (i64)p.k_row + (lane & 3) * 16);
+    last = last_seen(p, run, block, page);
+    keys = p.k + page * p.k_page + (own_key(warp, lane) * (i64)p.k_row + (lane & 3) * 16);
     scales = p.k_scale + (i64)page * SCALE_TILE_BYTES + (lane >> 3 & 1) * 512 + (T::first_key(warp) + (lane & 7)) * 16;
   }
-  static DEVICE_MEMBER int first_key(int warp, int lane) { return T::first_key(warp) + (lane >> 2); } // the lane's, in the block
+  static DEVICE_MEMBER int own_key(int warp, int lane) { return T::first_key(warp) + (lane >> 2); } // of the first set, in the block
+  // `last` of a block.
+  static DEVICE_MEMBER int last_seen(const ScoreParams &p, const Run &run, int block, int page) {
+    return has_page(p, page) ? run.highest - block * BLOCK_KEYS - 1 : -1;
+  }
   DEVICE_MEMBER bool present() const { return last >= 0; }
-  // All keys are seen, and nothing lies between them.
-  DEVICE_MEMBER bool side_by_side(const ScoreParams &p) const { return last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES; }
-  static DEVICE_MEMBER bool side_by_side(const ScoreParams &p, const Run &run, int block, int page) {
-    return has_page(p, page) && run.highest - block * BLOCK_KEYS >= BLOCK_KEYS && p.k_row == ROW_BYTES;
+  // All keys are seen, by some token, and nothing lies between them.
+  static DEVICE_MEMBER bool side_by_side(const ScoreParams &p, int last) {
+    return last >= BLOCK_KEYS - 1 && p.k_row == ROW_BYTES;
   }
 
   // A set of keys that lie side by side, if `wanted`: no branch, and addresses are constants apart.
-  DEVICE_MEMBER void copy_side_by_side(const SetPlaces<T> &to, int set, int lane, bool wanted = true) const {
+  DEVICE_MEMBER void copy_side_by_side(const SetPlaces<T> &to, int set, int lane, bool wanted) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
       copy_async_if(wanted, to.keys + (i * T::GROUP + 8 * set) * ROW_BYTES, keys + (32 * i + 8 * set) * ROW_BYTES);
@@ -144,11 +147,11 @@ template <typename T> struct SetCopier {
 
   // Any set.
   DEVICE_MEMBER void copy(const ScoreParams &p, const SetPlaces<T> &to, int set, int warp, int lane) const {
-    if (side_by_side(p)) {
-      copy_side_by_side(to, set, lane);
+    if (side_by_side(p, last)) {
+      copy_side_by_side(to, set, lane, true);
     } else if (present()) {
-      const int key = first_key(warp, lane);
-#pragma unroll 1
+      const int key = own_key(warp, lane);
+#pragma unroll 1 // straight code the compiler would put, predicated off, into the usual way
       for (int i = 0; i < 4; i++)
         copy_async_if(true, to.keys + (i * T::GROUP + 8 * set) * ROW_BYTES,
                       keys + (min(key + 8 * set + 32 * i, last) - key) * (i64)p.k_row);

@@ -7,7 +7,8 @@
 //
 // Where codes are multiplied (score_codes.cuh) registers do bound them: four thread blocks a multiprocessor of 9.0. There a set of
 // 32 keys is begun with as soon as it has come. Where rows are shared, a later one, of this block or the next, is asked for just
-// before, in the place of one that all lanes have read.
+// before, in the place of one that all lanes have read. Whether a block can be taken without a branch depends on the one after it
+// too, so pages are read a block ahead.
 //
 // Some thread blocks settle what to begin with before the previous kernel has ended, by lengths and pages as they are then. They
 // ask for it right after the wait, read lengths and pages again beside it, and start over where these have changed.
@@ -154,7 +155,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   }
   // Reads in this order: those behind the keys of many thread blocks arrive after them.
   const int page = page_of(p, index, first);
-  int next_page = BY_SETS && !ONE ? page_of(p, index, first + T::COUNT) : -1; // read a block ahead
+  int page_ahead = BY_SETS && !ONE && guessed ? page_of(p, index, first + T::COUNT) : -1; // of the block after the present one
   const Request::Words words(p, index, read_now);
   if (guessed && FEW) rows.load(p, run);
   if (guessed) {
@@ -188,19 +189,20 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     const Run &same = shared.run[0]; // which leaves its registers to others
     Scorer scorer;
     if constexpr (BY_SETS) scorer.begin(shared, lane);
-    if (BY_SETS && !ONE && anew) next_page = block + T::COUNT < same.last ? page_of(p, same.index, block + T::COUNT) : -1;
+    auto page_in_share = [&](int block) { return !ONE && block < same.last ? page_of(p, same.index, block) : -1; };
+    if (BY_SETS && anew) page_ahead = page_in_share(block + T::COUNT);
 #pragma unroll 1
     for (bool left = ONE ? any : block < same.last; left; left = !ONE && (block += T::COUNT) < same.last) {
       const int next = block + T::COUNT;
       if constexpr (BY_SETS) {
         const bool more = !ONE && next < same.last;
         const bool all_seen = block * BLOCK_KEYS <= same.lowest - BLOCK_KEYS; // by all tokens
-        const bool straight =
-            all_seen && copier.side_by_side(p) && (!more || Scorer::Copier::side_by_side(p, same, next, next_page));
-        const int page = next_page;
-        next_page = !ONE && next + T::COUNT < same.last ? page_of(p, same.index, next + T::COUNT) : -1;
-        scorer.take(p, shared, places, copier, [&] { return copier_of(same, next, page); }, more, straight, block, all_seen, warp,
-                    lane);
+        typedef typename Scorer::Copier Copier;
+        const bool straight = all_seen && Copier::side_by_side(p, copier.last) &&
+                              (!more || Copier::side_by_side(p, Copier::last_seen(p, same, next, page_ahead)));
+        auto follow = [&, page = page_ahead] { return copier_of(same, next, page); };
+        page_ahead = page_in_share(next + T::COUNT);
+        scorer.take(p, shared, places, copier, follow, more, straight, block, all_seen, warp, lane);
       } else {
         const int page = !ONE && next < same.last ? page_of(p, same.index, next) : -1;
         wait_for_copies<0>();
