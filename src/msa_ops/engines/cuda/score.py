@@ -290,7 +290,10 @@ def _row_parts(o: Operands, columns: int, batch: int, key_blocks: int, fit_one: 
             wanted = max(size // (part // 2), fit_row)
     most = -(-key_blocks // o.at_once("row", columns))
     parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, most), 1)
-    return "row", -(-most // -(-most // parts))  # no more than the longest part asks for
+    # No more than the longest part asks for. But where that leaves places empty, uneven parts have more under way at once
+    # (kernel-notes, "Whole blocks without a branch").
+    fewest = -(-most // -(-most // parts))
+    return "row", fewest if 8 * batch * fewest >= 7 * fit_row else parts
 
 
 def plan_for(
