@@ -399,7 +399,7 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         DeviceError,
     ),
     "the last sets are never asked for": (("if (set < OWN || more)", "if (more)"), AssertionError),
-    "the last sets are never asked for, straight": (("lane, set < OWN || more);", "lane, more);"), AssertionError),
+    "the last sets are never asked for, straight": (("T::SETS, set < OWN || more);", "T::SETS, more);"), AssertionError),
     "the next block is begun a set too soon": (("set == OWN && more", "set == OWN - 1 && more"), AssertionError),
     "the next block is begun a set too soon, straight": (
         ("set == OWN && !ONE", "set == OWN - 1 && !ONE"),

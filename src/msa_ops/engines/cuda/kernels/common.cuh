@@ -122,6 +122,19 @@ DEVICE u32 permute(u32 a, u32 b, u32 selector) {
   return r;
 }
 
+// x, of which the compiler does not know that it is the same: what follows from it is computed once more.
+DEVICE int computed_anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
+// The high half of x, by a dot product of its halves with 0 and 1: that runs beside the integer operations, of which a shift is one.
+DEVICE u32 high_half(u32 x) {
+  u32 r;
+  asm("dp2a.lo.u32.u32 %0, %1, %2, %3;" : "=r"(r) : "r"(x), "r"(0x0100u), "r"(0u));
+  return r;
+}
+
 // --- matrix fragments -------------------------------------------------------------------------------------------------
 // Four 8 x 8 matrices of 16-bit elements: lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void load_matrices(u32 address, u32 (&r)[4]) {

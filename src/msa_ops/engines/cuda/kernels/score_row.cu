@@ -153,10 +153,11 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     fill_unseen(p);
     return;
   }
+  const int same_index = BY_SETS ? computed_anew(index) : index; // by sets registers are short: addresses had better not wait in them
   // Reads in this order: those behind the keys of many thread blocks arrive after them.
-  const int page = page_of(p, index, first);
-  int page_ahead = BY_SETS && !ONE && guessed ? page_of(p, index, first + T::COUNT) : -1; // of the block after the present one
-  const Request::Words words(p, index, read_now);
+  const int page = page_of(p, same_index, first);
+  int page_ahead = BY_SETS && !ONE && guessed ? page_of(p, same_index, first + T::COUNT) : -1; // of the block after the present one
+  const Request::Words words(p, same_index, read_now);
   if (guessed && FEW) rows.load(p, run);
   if (guessed) {
     if (!BY_SETS) copier = copier_of(run, first, guessed_page);
@@ -175,7 +176,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     int block = run.first + team;
     const bool any = block < run.last;
     if (anew && any) {
-      copier = copier_of(run, block, block == first ? page : page_of(p, index, block));
+      copier = copier_of(run, block, block == first ? page : page_of(p, BY_SETS ? computed_anew(index) : index, block));
       ask(copier, run);
     }
     if (anew || !FEW) {
@@ -233,17 +234,20 @@ constexpr int room(int there) {
 #endif
 }
 
-#define ENTRY(KIND, ROOM, COLUMNS, ONE, SCORER)                                                               \
-  extern "C" __global__ void __launch_bounds__(THREADS, room(ROOM))                                           \
-      msa_score_##KIND##_##COLUMNS(const __grid_constant__ ScoreParams p) {                                   \
+#define ENTRY(KIND, BOUNDS, COLUMNS, ONE, SCORER)                                                            \
+  extern "C" __global__ void BOUNDS msa_score_##KIND##_##COLUMNS(const __grid_constant__ ScoreParams p) {     \
     score_row<SCORER, ONE>(p);                                                                                \
   }
+#define BOUNDS(ROOM) __launch_bounds__(THREADS, room(ROOM))
+#ifndef CODE_BOUNDS
+#define CODE_BOUNDS BOUNDS(ROOM_ROW_4)
+#endif
 #define ENTRIES(COLUMNS)                                                                                      \
-  ENTRY(one, ROOM_ONE_##COLUMNS, COLUMNS, true, RowScorer<COLUMNS>)                                           \
-  ENTRY(row, ROOM_ROW_##COLUMNS, COLUMNS, false, RowScorer<COLUMNS>)
+  ENTRY(one, BOUNDS(ROOM_ONE_##COLUMNS), COLUMNS, true, RowScorer<COLUMNS>)                                           \
+  ENTRY(row, BOUNDS(ROOM_ROW_##COLUMNS), COLUMNS, false, RowScorer<COLUMNS>)
 #ifdef ROOM_ROW_4
-ENTRY(one, ROOM_ONE_4, 4, true, CodeScorer<2>)
-ENTRY(row, ROOM_ROW_4, 4, false, CodeScorer<1>)
+ENTRY(one, CODE_BOUNDS, 4, true, CodeScorer<2>)
+ENTRY(row, CODE_BOUNDS, 4, false, CodeScorer<1>)
 #endif
 ENTRIES(8)
 ENTRIES(16)
