@@ -32,15 +32,14 @@ typedef unsigned long long u64;
 #define __forceinline__ inline
 #define __grid_constant__
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 
 struct alignas(8) uint2 { u32 x, y; };
 struct alignas(16) uint4 { u32 x, y, z, w; };
 struct alignas(8) float2 { float x, y; };
-struct alignas(16) float4 { float x, y, z, w; };
 static uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 static uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 static float2 make_float2(float x, float y) { return {x, y}; }
-static float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 static struct { u32 x; } threadIdx, blockIdx, gridDim;
 
 // --- the machine ------------------------------------------------------------------------------------------------------
@@ -283,6 +282,7 @@ static u32 permute(u32 a, u32 b, u32 selector) { // the fourth bit of a place ma
   return r;
 }
 static u32 high_half(u32 x) { return x >> 16; }
+static int computed_anew(int x) { return x; }
 static u32 __byte_perm(u32 a, u32 b, u32 selector) { return permute(a, b, selector & 0x7777); }
 static u32 __vadd4(u32 a, u32 b) {
   u32 r = 0;

@@ -212,7 +212,7 @@ def test_pages_outside_the_cache_any_strides_and_more_tokens_than_promised(host:
     "edit",
     [
         ("has_page(p, page) ? run.highest", "true ? run.highest"),
-        ("all_seen && Copier::side_by_side(p, copier.last)", "all_seen && p.k_row == ROW_BYTES"),
+        ("all_seen & Copier::side_by_side(p, copier.last)", "all_seen & p.k_row == ROW_BYTES"),
     ],
 )
 def test_pages_outside_the_cache_between_others(
@@ -399,7 +399,7 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         DeviceError,
     ),
     "the last sets are never asked for": (("if (set < OWN || more)", "if (more)"), AssertionError),
-    "the last sets are never asked for, straight": (("T::SETS, set < OWN || more);", "T::SETS, more);"), AssertionError),
+    "the last sets are never asked for, straight": (("lane, set < OWN || more);", "lane, more);"), AssertionError),
     "the next block is begun a set too soon": (("set == OWN && more", "set == OWN - 1 && more"), AssertionError),
     "the next block is begun a set too soon, straight": (
         ("set == OWN && !ONE", "set == OWN - 1 && !ONE"),
@@ -414,7 +414,7 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         AssertionError,
     ),
     "straight where one token sees less": (
-        ("all_seen && Copier::side_by_side", "Copier::side_by_side"),
+        ("all_seen & Copier::side_by_side", "Copier::side_by_side"),
         AssertionError,
     ),
     "the block before counts": (

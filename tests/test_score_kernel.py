@@ -67,6 +67,20 @@ def test_the_kernels_keep_to_their_registers_and_memory(capability: tuple[int, i
                 assert usage.shared * (resident if name != "bf16-fp16q" else 2) <= 99 << 10, (columns, usage)
 
 
+@pytest.mark.parametrize("entry", ["msa_topk_64", "msa_topk_256", "msa_topk_1024", "msa_topk_cluster_8192"])
+def test_a_thread_block_of_the_selection_finds_room_beside_rows_of_codes(entry: str) -> None:
+    operands = score.OPERANDS["nvfp4"]
+    scores, selection = (
+        usages(compiler.compile_program(program, "sm_90", "--ptxas-options=-v")[1])
+        for program in (score.PROGRAMS["nvfp4", True], topk.PROGRAM)
+    )
+    residents = [(scores["msa_score_row_4"], score._THREADS)] * operands.row[0] + [
+        (selection[entry], topk._THREADS[entry])
+    ]
+    assert sum(-(-usage.registers // 8) * 8 * threads for usage, threads in residents) <= REGISTERS
+    assert sum(usage.shared + 1024 for usage, _ in residents) <= SHARED
+
+
 def test_python_and_the_kernel_name_the_same_things() -> None:
     checks = "".join(
         f'static_assert({condition}, "");'
@@ -89,7 +103,7 @@ def test_python_and_the_kernel_name_the_same_things() -> None:
             kinds = ("ONE_", "ROW_") if rows else ("",)
             for columns in operands.row_columns if rows else score.COLUMNS:
                 if columns == score.CODE_COLUMNS:
-                    assert all(f"ROOM_{kind}4, 4" in source for kind in kinds)
+                    assert all(f"BOUNDS(ROOM_{kind}4)" in source for kind in kinds)
                 else:
                     assert f"({columns})" in source and all(f"ROOM_{kind}##COLUMNS" in source for kind in kinds)
 

@@ -80,8 +80,7 @@ class Operands:
         """Shared memory of a thread block of the kernels for rows, to within a few hundred bytes, in bytes."""
         key_bytes = self.row_bytes + (8 if self.keys == "nvfp4" else 0)  # with its scales
         keys = self.at_once(kind, columns) * BLOCK_SIZE * key_bytes
-        widened = 8192 if columns == CODE_COLUMNS else 0  # scales, `CodeRowShared` of kernels/score_codes.cuh
-        return keys + widened + columns * (256 * self.query_parts + 52) + 512
+        return keys + columns * (256 * self.query_parts + 52) + 512
 
     def room(self, kind: str, columns: int, shared: int) -> int:
         """Thread blocks of a kernel for rows that `shared` bytes of shared memory hold."""

@@ -22,6 +22,13 @@ constexpr Bytes NEGATIVE = {0xfdfeff00u, 0xf4f8fafcu}; // less twice each magnit
 // By the four codes in the low half of `codes`.
 DEVICE u32 choose(Bytes from, u32 codes) { return permute(from.low, from.high, codes); }
 
+// Of the keys of a product: eight codes each of two.
+struct Operand {
+  u32 words[4];
+  DEVICE_MEMBER Operand(Bytes from, u32 first, u32 second)
+      : words{choose(from, first), choose(from, second), choose(from, high_half(first)), choose(from, high_half(second))} {}
+};
+
 // Accumulators start from the bits of this float, 1.5 * 2^23. What is added to them, less than 2^22, is added to the float as
 // well: they are floats when the products are done, and nothing has to be converted.
 constexpr float BIAS = 12582912.f;
@@ -49,12 +56,6 @@ struct CodeShared {
   // The low words of `POSITIVE` and `NEGATIVE`, once a pair and read by lane: constants, and what all lanes read in one place, the
   // compiler knows to be the same for all, and brings into a register anew each time.
   u32 positive[PAIRS], negative[PAIRS];
-};
-
-// Of a key and those 32 on, eight rows each: the scales of the first or last 64 dims.
-typedef float4 WidenedScales[2][8];
-template <typename T> struct CodeRowShared : RowShared<CodeShared, T> {
-  WidenedScales widened[WARPS][2][4]; // of two sets; of each 32 keys
 };
 
 // From stored queries to operands. A thread has a word of a step's; of the first 32, each has a scale too.
@@ -127,7 +128,7 @@ template <int N> struct CodeScorer {
   typedef CodeQueries Queries;
   typedef SetCopier<T> Copier;
   typedef SetPlaces<T> Places;
-  typedef CodeRowShared<T> Memory;
+  typedef RowShared<CodeShared, T> Memory;
   float best;
   u32 positive, negative; // see `CodeShared`
 
@@ -140,7 +141,7 @@ template <int N> struct CodeScorer {
   // are `more`: `next` gives the copier of that. `straight`: `all_seen`, by all tokens, as all keys of the block after it are by some;
   // and keys lie side by side in both.
   template <typename Next>
-  DEVICE_MEMBER void take(const ScoreParams &p, Memory &shared, const Places &places, Copier &copier, Next next, bool more,
+  DEVICE_MEMBER void take(const ScoreParams &p, const Memory &shared, const Places &places, Copier &copier, Next next, bool more,
                           bool straight, int block, bool all_seen, int warp, int lane) {
     constexpr int OWN = T::SETS - AHEAD; // sets that have not been asked for
     auto arrived = [] {
@@ -153,9 +154,7 @@ template <int N> struct CodeScorer {
       for (int set = 0; set < T::SETS; set++) {
         arrived();
         if (set == OWN && !ONE) copier = next();
-        if (set < OWN || !ONE) copier.copy_side_by_side(places, (set + AHEAD) % T::SETS, set < OWN || more);
-        if (set % 2 == 0) widen_scales_of(shared, set, warp, lane);
-        if (set == OWN && !ONE) copier.copy_scales(places, more); // behind the reads of those that they overwrite
+        if (set < OWN || !ONE) copier.copy_side_by_side(places, (set + AHEAD) % T::SETS, lane, set < OWN || more);
         commit_copies(); // one group a set, be it empty
         score(shared, block, set, true, warp, lane);
       }
@@ -166,81 +165,64 @@ template <int N> struct CodeScorer {
         arrived();
         if (set == OWN && more) copier = next();
         if (set < OWN || more) copier.copy(p, places, (set + AHEAD) % T::SETS, warp, lane);
-        if (present && set % 2 == 0) widen_scales_of(shared, set, warp, lane);
-        if (set == OWN && more) copier.copy_scales(places, copier.present());
         commit_copies();
         if (present) score(shared, block, set, all_seen, warp, lane);
       }
     }
   }
 
-  // The scales of a set and the next as floats: each once, where four lanes that have a key would do the same four times.
-  DEVICE_MEMBER void widen_scales_of(Memory &shared, int set, int warp, int lane) {
-    const int half = lane >> 4, row = lane & 15;
-    const uint4 stored = shared.scales[warp][half][8 * set + row];
-#pragma unroll
-    for (int i = 0; i < 4; i++) {
-      u32 pair[2];
-      widen_scales(word_of(stored, i), pair[0], pair[1]);
-      const float2 x = unpack_fp16(pair[0]), y = unpack_fp16(pair[1]);
-      shared.widened[warp][row >> 3][i][half][row & 7] = make_float4(x.x, x.y, y.x, y.y);
-    }
-    __syncwarp();
-  }
-
-  // Takes in a set of a warp's keys: two tiles, of which a lane has two keys each.
+  // Takes in a set of a warp's keys: two tiles, of which a lane has two keys each. Both are taken through the steps together: they
+  // share the queries' operands, and what a lane has of codes at once is short.
   DEVICE_MEMBER void score(const Memory &shared, int block, int set, bool all_seen, int warp, int lane) {
     // This lane's row of the four matrices that are read at once: a piece of a tile's first and second eight keys, and the next.
     const int row = lane & 7, own = lane >> 2;
     const u32 from = shared_address(&shared.keys[warp][half_tile<T>(0, lane >> 3 & 1) + row][key_place(row, lane >> 4)]);
+    uint4 scales[2]; // of the first and the last 64 dims: a word for each of the four keys
+#pragma unroll
+    for (int half = 0; half < 2; half++) scales[half] = shared.scales[warp][half][scale_place(half, 8 * set + own)];
     float sum[2][2] = {};
+    u32 codes[2][4]; // eight dims of a key each, for two steps
 #pragma unroll
-    for (int pair = 0; pair < CODE_STEPS / 2; pair++) { // of steps
-      u32 codes[2][4];
+    for (int step = 0; step < CODE_STEPS; step++) {
+      const int parity = step & 1;
 #pragma unroll
-      for (int i = 0; i < 2; i++) // `key_place` is an exclusive or, and so is the way to a later step
-        load_matrices((from ^ pair * 32) + half_tile<T>(2 * set + i, 0) * ROW_BYTES, codes[i]);
+      for (int i = 0; i < 2 && parity == 0; i++) // `key_place` is an exclusive or, and so is the way to a later step
+        load_matrices((from ^ step * 16) + half_tile<T>(2 * set + i, 0) * ROW_BYTES, codes[i]);
+      const uint2 q = shared.query[step][lane];
+      const StepScales scale = shared.scale[step][lane & 3]; // each time: registers for all are short
 #pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const int step = 2 * pair + j;
-        const uint2 q = shared.query[step][lane];
-        const StepScales scale = shared.scale[step][lane & 3]; // each time: registers for all are short
+      for (int i = 0; i < 2; i++) {
+        u32 c[4];
+        multiply(codes[i][2 * parity], codes[i][2 * parity + 1], q, c);
 #pragma unroll
-        for (int i = 0; i < 2; i++) {
-          u32 c[4];
-          multiply(codes[i][2 * j], codes[i][2 * j + 1], q, c);
+        for (int half = 0; half < 2; half++) {
+          u32 pair[2];
+          widen_scales(word_of(scales[step >> 1], 2 * i + half), pair[0], pair[1]);
+          const float2 widened = unpack_fp16(pair[parity]);
 #pragma unroll
-          for (int half = 0; half < 2; half++) {
-            const float4 four = shared.widened[warp][set & 1][2 * i + half][pair][own];
-            const float2 widened = j ? make_float2(four.z, four.w) : make_float2(four.x, four.y);
-#pragma unroll
-            for (int k = 0; k < 2; k++) {
-              const float product = fmaf(__uint_as_float(c[2 * half + k]), scale.factor[k], scale.unbias[k]); // exact
-              sum[i][half] = fmaf(product, k ? widened.y : widened.x, sum[i][half]);
-            }
+          for (int group = 0; group < 2; group++) {
+            const float product = fmaf(__uint_as_float(c[2 * half + group]), scale.factor[group], scale.unbias[group]); // exact
+            sum[i][half] = fmaf(product, group ? widened.y : widened.x, sum[i][half]);
           }
         }
       }
     }
 #pragma unroll
     for (int i = 0; i < 2; i++) {
+      float (&x)[2] = sum[i];
       if (!all_seen) {
         const int key = block * BLOCK_KEYS + T::first_key(warp) + own + tile_key(2 * set + i), limit = shared.limit[lane & 3];
-        sum[i][0] = key < limit ? sum[i][0] : NEG_INF, sum[i][1] = key + 32 < limit ? sum[i][1] : NEG_INF;
+        x[0] = key < limit ? x[0] : NEG_INF, x[1] = key + 32 < limit ? x[1] : NEG_INF;
       }
-      best = larger(best, larger(sum[i][0], sum[i][1]));
+      best = larger(best, larger(x[0], x[1]));
     }
   }
 
-  // Products of a step, and BIAS, of eight codes each of a lane's two keys of a tile.
+  // Products of a step, and BIAS, with eight codes each of a lane's two keys of a tile.
   DEVICE_MEMBER void multiply(u32 first, u32 second, uint2 q, u32 (&c)[4]) const {
     const u32 start[4] = {__float_as_uint(BIAS), __float_as_uint(BIAS), __float_as_uint(BIAS), __float_as_uint(BIAS)};
-    const Bytes above = {positive, POSITIVE.high}, below = {negative, NEGATIVE.high};
-    const u32 a[4] = {choose(above, first), choose(above, second), choose(above, high_half(first)), choose(above, high_half(second))};
-    multiply_add_codes(c, a, q, start);
-    first ^= SIGNS, second ^= SIGNS;
-    const u32 b[4] = {choose(below, first), choose(below, second), choose(below, high_half(first)), choose(below, high_half(second))};
-    multiply_add_codes(c, b, q, c);
+    multiply_add_codes(c, Operand({positive, POSITIVE.high}, first, second).words, q, start);
+    multiply_add_codes(c, Operand({negative, NEGATIVE.high}, first ^ SIGNS, second ^ SIGNS).words, q, c);
   }
 
   // Writes them, with those of the team's other warps.

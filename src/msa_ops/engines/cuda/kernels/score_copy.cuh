@@ -103,8 +103,9 @@ template <typename T> struct SetPlaces {
   u32 keys, scales;
 
   template <typename Memory> DEVICE_MEMBER SetPlaces(const Memory &memory, int warp, int lane) {
+    const int half = lane >> 3 & 1;
     keys = shared_address(&memory.keys[warp][lane >> 2][key_place(lane >> 2, lane & 3)]);
-    scales = shared_address(&memory.scales[warp][0][lane]);
+    scales = shared_address(&memory.scales[warp][half][scale_place(half, lane & 7)]);
   }
 };
 // Of blocks that are copied as a whole: nothing. The parameters of `SetPlaces`'s.
@@ -123,7 +124,7 @@ template <typename T> struct SetCopier {
   DEVICE_MEMBER SetCopier(const ScoreParams &p, const Run &run, int block, int page, int warp, int lane) {
     last = last_seen(p, run, block, page);
     keys = p.k + page * p.k_page + (own_key(warp, lane) * (i64)p.k_row + (lane & 3) * 16);
-    scales = p.k_scale + (i64)page * SCALE_TILE_BYTES + lane / T::GROUP * 512 + (T::first_key(warp) + lane % T::GROUP) * 16;
+    scales = p.k_scale + (i64)page * SCALE_TILE_BYTES + (lane >> 3 & 1) * 512 + (T::first_key(warp) + (lane & 7)) * 16;
   }
   static DEVICE_MEMBER int own_key(int warp, int lane) { return T::first_key(warp) + (lane >> 2); } // of the first set, in the block
   // `last` of a block.
@@ -137,28 +138,24 @@ template <typename T> struct SetCopier {
   }
 
   // A set of keys that lie side by side, if `wanted`: no branch, and addresses are constants apart.
-  DEVICE_MEMBER void copy_side_by_side(const SetPlaces<T> &to, int set, bool wanted) const {
+  DEVICE_MEMBER void copy_side_by_side(const SetPlaces<T> &to, int set, int lane, bool wanted) const {
 #pragma unroll
     for (int i = 0; i < 4; i++)
       copy_async_if(wanted, to.keys + (i * T::GROUP + 8 * set) * ROW_BYTES, keys + (32 * i + 8 * set) * ROW_BYTES);
-  }
-
-  // The scales of all sets, if `wanted`.
-  DEVICE_MEMBER void copy_scales(const SetPlaces<T> &to, bool wanted) const {
-#pragma unroll
-    for (int i = 0; i < 2 * T::GROUP / 32; i++) copy_async_if(wanted, to.scales + i * 512, scales + i * 512);
+    copy_async_if(wanted && lane < 16, to.scales + 8 * set * 16, scales + 8 * set * 16);
   }
 
   // Any set.
   DEVICE_MEMBER void copy(const ScoreParams &p, const SetPlaces<T> &to, int set, int warp, int lane) const {
     if (side_by_side(p, last)) {
-      copy_side_by_side(to, set, true);
+      copy_side_by_side(to, set, lane, true);
     } else if (present()) {
       const int key = own_key(warp, lane);
 #pragma unroll 1 // straight code the compiler would put, predicated off, into the usual way
       for (int i = 0; i < 4; i++)
         copy_async_if(true, to.keys + (i * T::GROUP + 8 * set) * ROW_BYTES,
                       keys + (min(key + 8 * set + 32 * i, last) - key) * (i64)p.k_row);
+      copy_async_if(lane < 16, to.scales + 8 * set * 16, scales + 8 * set * 16);
     }
   }
 
@@ -167,7 +164,6 @@ template <typename T> struct SetCopier {
 #pragma unroll
     for (int set = 0; set < COUNT; set++) {
       copy(p, to, set, warp, lane);
-      if (set == 0) copy_scales(to, present());
       commit_copies();
     }
   }

@@ -153,10 +153,12 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     fill_unseen(p);
     return;
   }
-  const int same_index = BY_SETS ? computed_anew(index) : index; // by sets registers are short: addresses had better not wait in them
+  // By sets registers are short: what was computed before the wait had better not stay in them.
+  const int same_index = BY_SETS ? computed_anew(index) : index;
   // Reads in this order: those behind the keys of many thread blocks arrive after them.
-  const int page = page_of(p, same_index, first);
-  int page_ahead = BY_SETS && !ONE && guessed ? page_of(p, same_index, first + T::COUNT) : -1; // of the block after the present one
+  int page = page_of(p, same_index, first);
+  // Of the block after the present one.
+  int page_ahead = BY_SETS && !ONE && guessed ? page_of(p, same_index, first + T::COUNT) : -1;
   const Request::Words words(p, same_index, read_now);
   if (guessed && FEW) rows.load(p, run);
   if (guessed) {
@@ -176,7 +178,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     int block = run.first + team;
     const bool any = block < run.last;
     if (anew && any) {
-      copier = copier_of(run, block, block == first ? page : page_of(p, BY_SETS ? computed_anew(index) : index, block));
+      copier = copier_of(run, block, block == first ? page : page_of(p, BY_SETS ? run.index : index, block));
       ask(copier, run);
     }
     if (anew || !FEW) {
@@ -199,8 +201,9 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
         const bool more = !ONE && next < same.last;
         const bool all_seen = block * BLOCK_KEYS <= same.lowest - BLOCK_KEYS; // by all tokens
         typedef typename Scorer::Copier Copier;
-        const bool straight = all_seen && Copier::side_by_side(p, copier.last) &&
-                              (!more || Copier::side_by_side(p, Copier::last_seen(p, same, next, page_ahead)));
+        // Bit by bit: one stretch of code, and fewer registers.
+        const bool straight = all_seen & Copier::side_by_side(p, copier.last) &
+                              (!more | Copier::side_by_side(p, Copier::last_seen(p, same, next, page_ahead)));
         auto follow = [&, page = page_ahead] { return copier_of(same, next, page); };
         page_ahead = page_in_share(next + T::COUNT);
         scorer.take(p, shared, places, copier, follow, more, straight, block, all_seen, warp, lane);
@@ -219,7 +222,10 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
       scorer.give(p, shared, same, block, warp, lane);
     }
     run = same;
-    if constexpr (BY_SETS) request = run.request; // so that it takes no registers in the loop
+    if constexpr (BY_SETS) { // so that these take no registers beside the products
+      request = run.request;
+      guessed = false, first = page = -1;
+    }
     // One tile, but where a request has more tokens than promised.
   } while (++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1));
 }
@@ -234,20 +240,25 @@ constexpr int room(int there) {
 #endif
 }
 
-#define ENTRY(KIND, BOUNDS, COLUMNS, ONE, SCORER)                                                            \
+// With codes rows have 112 registers a thread instead of the 128 that four thread blocks could have: beside these a thread block
+// of the selection finds room, and is in line when the scores are done.
+#define BOUNDS(ROOM) __launch_bounds__(THREADS, room(ROOM))
+#if __CUDA_ARCH__ == 900
+#define CODE_ROW_BOUNDS __maxnreg__(112)
+#else
+#define CODE_ROW_BOUNDS BOUNDS(ROOM_ROW_4)
+#endif
+
+#define ENTRY(KIND, BOUNDS, COLUMNS, ONE, SCORER)                                                             \
   extern "C" __global__ void BOUNDS msa_score_##KIND##_##COLUMNS(const __grid_constant__ ScoreParams p) {     \
     score_row<SCORER, ONE>(p);                                                                                \
   }
-#define BOUNDS(ROOM) __launch_bounds__(THREADS, room(ROOM))
-#ifndef CODE_BOUNDS
-#define CODE_BOUNDS BOUNDS(ROOM_ROW_4)
-#endif
 #define ENTRIES(COLUMNS)                                                                                      \
-  ENTRY(one, BOUNDS(ROOM_ONE_##COLUMNS), COLUMNS, true, RowScorer<COLUMNS>)                                           \
+  ENTRY(one, BOUNDS(ROOM_ONE_##COLUMNS), COLUMNS, true, RowScorer<COLUMNS>)                                   \
   ENTRY(row, BOUNDS(ROOM_ROW_##COLUMNS), COLUMNS, false, RowScorer<COLUMNS>)
 #ifdef ROOM_ROW_4
-ENTRY(one, CODE_BOUNDS, 4, true, CodeScorer<2>)
-ENTRY(row, CODE_BOUNDS, 4, false, CodeScorer<1>)
+ENTRY(one, BOUNDS(ROOM_ONE_4), 4, true, CodeScorer<2>)
+ENTRY(row, CODE_ROW_BOUNDS, 4, false, CodeScorer<1>)
 #endif
 ENTRIES(8)
 ENTRIES(16)
