@@ -18,7 +18,7 @@ from msa_ops.contract import FP8
 from msa_ops.engines.cuda import score
 from test_large_offsets import BEYOND, reserve
 from test_pitfalls_gpu import captured
-from test_proxy_score import DTYPES, cumulative, fp4_case, fp4_rounding
+from test_proxy_score import DTYPES, assert_fp4_scores, cumulative, expected, fp4_case, fp4_rounding, move
 
 pytestmark = pytest.mark.gpu
 
@@ -529,3 +529,24 @@ def test_nvfp4_keys_and_scales_past_2_31() -> None:
         want = msa_proxy_score_fp4(**given, max_k_tiles=3, max_seqlen_q=bound)
         far = {**given, "k_fp4": k, "k_scale": scale.view(-1), "page_table": table}
         assert torch.equal(msa_proxy_score_fp4(**far, max_k_tiles=3, max_seqlen_q=bound), want)
+
+
+@pytest.mark.parametrize("keys", ["bf16", "fp8", "nvfp4"])
+def test_rows_of_more_parts_than_fit(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They get smaller. A few requests are as long as all might be."""
+    tilts: list[float] = []
+    slope = score.row_slope
+    monkeypatch.setattr(score, "row_slope", lambda parts, tilt: (tilts.append(tilt), slope(parts, tilt))[1])
+    g = torch.Generator().manual_seed(5)
+    lengths = torch.randint(0, 700, (300,), generator=g).tolist()
+    lengths[3], lengths[150], lengths[299] = 16384, 16000, 16383
+    tokens = [1] * 300
+    options = {"max_k_tiles": 128, "max_seqlen_q": 1}
+    if keys == "nvfp4":
+        arguments, exact, rows = fp4_case(lengths, tokens, kv_heads=1)
+        got = msa_proxy_score_fp4(**move(arguments, "cuda"), **options)
+        assert_fp4_scores(got, expected(exact, rows), exact, rows)
+    else:
+        dtype = FP8 if keys == "fp8" else torch.bfloat16
+        assert_same_as_cpu(case(lengths, tokens, q_dtype=dtype, k_dtype=dtype), **options)
+    assert tilts == [score._TILT]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import struct
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -200,7 +201,8 @@ def test_values_lie_in_the_fields_of_their_names() -> None:
         "workers": plan.workers, "tile_tokens": plan.tile_tokens, "tile_heads": plan.tile_heads,
         "head_tiles": plan.head_tiles, "grain": plan.grain, "fill_blocks": plan.fill_blocks,
         "fill_shift": plan.fill_shift, "fill_splits": plan.fill_splits, "keys_stay": plan.keys_stay, "factor": 1.0,
-        "row_parts": max(plan.parts, 1), "row_blocks": plan.row_blocks,
+        "row_requests": 4, "row_step": score.row_slope(max(plan.parts, 1), plan.tilt)[0],
+        "row_bend": score.row_slope(max(plan.parts, 1), plan.tilt)[1], "row_blocks": plan.row_blocks,
         "early": plan.early, "hinting": plan.hinting, "requests_per_worker": pytest.approx(4 / plan.workers),
     }  # fmt: skip
     assert list(expected.values()) == read(block, *expected)
@@ -299,7 +301,7 @@ def test_any_plan_can_be_launched(
     assert tiles * apart * -(-min(key_blocks, blocks) >> p.grain) < 1 << 31
     if p.kind:
         assert p.parts * batch == p.workers and p.parts <= p.row_blocks == min(key_blocks, blocks)
-        assert p.parts * p.parts < 1 << 31  # what a divisor is exact for
+        assert p.workers * batch < 1 << 31  # what a divisor is exact for
     else:
         assert p.parts == 0 and p.workers**2 < 1 << 31
 
@@ -393,6 +395,26 @@ def test_bytes_that_codes_choose_add_up_to_twice_their_values() -> None:
         * max(abs(chosen(x, code)) for x in (positive, negative) for code in range(8))
     )
     assert int(bias) - most >= 1 << 23 and int(bias) + most < 1 << 24
+
+
+@given(
+    rounds=st.integers(0, 1 << 16), parts=st.integers(1, 1 << 12), tilt=st.sampled_from([0.0, score._TILT, 0.3, 1.0])
+)  # fmt: skip
+def test_how_a_row_is_cut_into_parts(rounds: int, parts: int, tilt: float) -> None:
+    """They are side by side, cover the row, and get smaller by as much as is asked for; the first is not empty."""
+    step, bend = score.row_slope(parts, tilt)
+    assert 0 <= bend < step < 1 << 32
+    # As `RowShare::part` of kernels/score_row.cu has it, in 32 bits.
+    starts = [(2 * rounds * (n * (step - n * bend) & 0xFFFFFFFF) >> 32) + (n > 0) for n in range(parts + 1)]
+    if rounds == 0:
+        assert starts[0] == 0  # and all end at 0, the end of the row
+        return
+    assert starts[0] == 0 and starts[-1] == rounds and starts[1] > 0
+    sizes = [b - a for a, b in pairwise(starts)]
+    assert min(sizes) >= 0
+    for n, size in enumerate(sizes):
+        wanted = rounds / parts * (1 + tilt * (parts - 1 - 2 * n) / parts)
+        assert abs(size - wanted) < 1.2
 
 
 def test_multiprocessors_with_little_shared_memory_keep_keys_in_registers() -> None:

@@ -28,11 +28,12 @@ COLUMNS = (8, 16, 32, 64)
 blocks: `Operands.row_columns`."""
 CODE_COLUMNS = 4
 """Those of the kernels for rows that multiply the codes of NVFP4 keys: kernels/score_codes.cuh."""
-_PARAMS = struct.Struct("11Q12q12I24i2f")  # struct ScoreParams of kernels/score_work.cuh
+_PARAMS = struct.Struct("11Q12q14I24i2f")  # struct ScoreParams of kernels/score_work.cuh
 _THREADS = 128
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
+_TILT = 0.75  # of parts, where more thread blocks than fit take turns: large ones first, small ones even out the end
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
 _CODE_PART_BYTES = 1 << 17  # where codes are multiplied; a team has as many blocks of keys as where they are widened
 _MOST_WAVES = 4
@@ -160,6 +161,8 @@ class ScorePlan:
     head_tiles: int
     workers: int
     parts: int
+    tilt: float
+    """How much more than an even part the first of a request's thread blocks has, and the last one less."""
     row_blocks: int
     grain: int
     fill_blocks: int
@@ -220,7 +223,7 @@ def make_plan(
     most = (total_q // tile_tokens + batch) * apart * key_blocks
     grain = max((most // _MAX_WORK).bit_length(), 0)
     keys_stay = tokens > tile_tokens or head_tiles > 1
-    kind, workers, parts, early = "", 0, 0, 0
+    kind, workers, parts, tilt, early = "", 0, 0, 0.0, 0
     o = OPERANDS[operands]
     one_row = tiles == batch and kv_heads * head_tiles == 1 and (seqlen_q is not None or batch == 1)
     width = _row_width(o, group * tokens, paged, shared) if one_row and batch and key_blocks else None
@@ -232,6 +235,7 @@ def make_plan(
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits.values())
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
+        tilt = _TILT if kind == "row" and workers > fit_row else 0.0
         # Where codes are multiplied all that fit settle early: the ones that do not are the last to end
         # (kernel-notes, "Beside the products").
         early = min(workers, fits[kind] if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
@@ -242,7 +246,7 @@ def make_plan(
         if tiles and workers // tiles * tiles * 4 >= 3 * workers:
             workers -= workers % tiles  # so that equal requests are not cut across their borders
     return ScorePlan(
-        kind, columns, tile_tokens, tile_heads, head_tiles, workers, parts, key_blocks, grain, fill_blocks, shift, splits,
+        kind, columns, tile_tokens, tile_heads, head_tiles, workers, parts, tilt, key_blocks, grain, fill_blocks, shift, splits,
         keys_stay, early, _hinting_blocks(kind, workers, sms),
     )  # fmt: skip
 
@@ -296,6 +300,14 @@ def _row_parts(o: Operands, columns: int, batch: int, key_blocks: int, fit_one: 
     return "row", fewest if 8 * batch * fewest >= 7 * fit_row else parts
 
 
+def row_slope(parts: int, tilt: float) -> tuple[int, int]:
+    """What the kernel cuts a row into parts by: the n-th begins at ``n * (step - n * bend)`` of 2**31, rounded up to whole
+    rounds of blocks. The end lies less than `parts` short of 2**31. The first part is about ``1 + tilt`` times as long as an
+    even one, the last ``1 - tilt`` times."""
+    bend = int(tilt * 2**31) // parts**2
+    return (2**31 - 1) // parts + parts * bend, bend
+
+
 def plan_for(
     p: ScoreProblem, seqlen_q: int | None, output: Tensor, sms: int, shared: int, counted: bool = True
 ) -> ScorePlan:
@@ -344,7 +356,7 @@ def pack(p: ScoreProblem, plan: ScorePlan, output: Tensor) -> bytes:
         p.cu_seqlens_q.stride(0), lengths.stride(0), table_row, table_column, 0 if offsets is None else offsets.stride(0),
         output.stride(0), output.stride(1), output.stride(2),
         *divisor(max(plan.workers, 1)), *divisor(plan.tile_tokens), *divisor(plan.tile_heads),
-        *divisor(max(plan.parts, 1)),
+        *divisor(max(batch, 1)), *row_slope(max(plan.parts, 1), plan.tilt),
         row_step, most_keys, batch, q.shape[0], output.shape[1], k.shape[0] if paged else 0,
         p.page_table.shape[1] if p.page_table is not None else 0, k.shape[1], q.shape[1] // k.shape[1],
         _FORMATS.index(_FORMAT[q.dtype]), offset, p.q_offset is not None, p.causal, paged, p.reduce_heads,

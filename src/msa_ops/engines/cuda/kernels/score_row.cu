@@ -55,11 +55,13 @@ template <int COLUMNS> struct RowScorer {
 struct RowShare {
   int first, last;
 
-  // The even part of a row of `blocks` that the `slot`-th of the request's thread blocks has.
-  static DEVICE_MEMBER RowShare even(const ScoreParams &p, u32 slot, u32 blocks) {
-    const u32 each = p.row_parts.quotient(blocks), rest = blocks - each * p.row_parts.value;
-    return {(int)(each * slot + p.row_parts.quotient(rest * slot)),
-            (int)(each * (slot + 1) + p.row_parts.quotient(rest * (slot + 1)))};
+  // The part of a row of `blocks` that the `slot`-th of the request's thread blocks has, which scores `count` at a time. Parts are
+  // even, or get smaller: then the large ones of all requests come first, and the small ones even out the end. The n-th begins at
+  // n (step - n bend) of 2^31, rounded up (score.py, `row_slope`): the first has something to do if there is anything.
+  static DEVICE_MEMBER RowShare part(const ScoreParams &p, u32 slot, int blocks, int count) {
+    const u32 twice = (u32)(blocks + count - 1) / (u32)count * 2;
+    auto start = [&](u32 n) { return (int)(__umulhi(twice, n * (p.row_step - n * p.row_bend)) + (n > 0)) * count; };
+    return {start(slot), min(start(slot + 1), blocks)};
   }
   // Where there is a thread block for each `count` blocks of a row that is as long as it can be.
   static DEVICE_MEMBER RowShare one(u32 slot, int blocks, int count) {
@@ -91,9 +93,11 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, team = warp / T::WARPS_EACH;
   const bool fills = blockIdx.x < p.fill_blocks;
   const u32 number = blockIdx.x - p.fill_blocks;
-  const int index = p.row_parts.quotient(number);
-  const u32 slot = number - index * p.row_parts.value;
-  auto share_of = [&](int blocks) { return ONE ? RowShare::one(slot, blocks, T::COUNT) : RowShare::even(p, slot, blocks); };
+  const u32 slot = p.row_requests.quotient(number); // of all requests the first parts come first
+  const int index = number - slot * p.row_requests.value;
+  auto share_of = [&](int blocks) {
+    return ONE ? RowShare::one(slot, blocks, T::COUNT) : RowShare::part(p, computed_anew(slot), blocks, T::COUNT);
+  };
   const typename Scorer::Places places(shared, warp, lane);
   bool present; // the block under way has a page; by sets the copier tells: there are registers to keep it in
   auto copier_of = [&](const Run &run, int block, int page) {
@@ -133,7 +137,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     if (guessed) {
       // By sets one thread block asks for a request's queries, that of the largest part: hundreds that asked for one line would
       // wait for one another.
-      const bool asks = BY_SETS ? warp == 0 && slot == (ONE ? 0 : p.row_parts.value - 1) : warp == WARPS - 1;
+      const bool asks = BY_SETS ? warp == 0 && slot == 0 : warp == WARPS - 1;
       if (FEW && asks) prefetch_query(p, run, lane);
       if (number < (u32)p.hinting && threadIdx.x % T::THREADS_EACH == 0) prefetch_keys(p, run, first, guessed_page);
       if (BY_SETS) { // elsewhere registers are short
@@ -178,7 +182,7 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
     int block = run.first + team;
     const bool any = block < run.last;
     if (anew && any) {
-      copier = copier_of(run, block, block == first ? page : page_of(p, BY_SETS ? run.index : index, block));
+      copier = copier_of(run, block, block == first ? page : page_of(p, BY_SETS || !ONE ? run.index : index, block));
       ask(copier, run);
     }
     if (anew || !FEW) {
@@ -222,10 +226,9 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
       scorer.give(p, shared, same, block, warp, lane);
     }
     run = same;
-    if constexpr (BY_SETS) { // so that these take no registers beside the products
-      request = run.request;
-      guessed = false, first = page = -1;
-    }
+    // So that these take no registers beside the products.
+    if constexpr (BY_SETS) request = run.request, guessed = false;
+    if constexpr (BY_SETS || !ONE) first = page = -1;
     // One tile, but where a request has more tokens than promised.
   } while (++tile < p.tile_tokens.quotient((u32)request.queries + p.tile_tokens.value - 1));
 }

@@ -17,7 +17,8 @@ struct ScoreParams {
   i64 out_head, out_block, out_token;
   Divisor workers;                 // thread blocks that score
   Divisor tile_tokens, tile_heads; // columns of the products: so many tokens of a request, so many heads of a group each
-  Divisor row_parts;               // thread blocks that a request has to itself, where a request has one row of blocks
+  Divisor row_requests;            // requests, where each has a row of blocks and thread blocks of its own
+  u32 row_step, row_bend;          // of the parts of a row: `RowShare`
   int k_row;                       // bytes
   int most_keys;                   // that a request can have, or rows of a flat cache
   int batch, total_q, blocks, pages, table_width, kv_heads, group, query_type, q_offset_int;
