@@ -150,7 +150,7 @@ class ScorePlan:
 
     `workers` thread blocks score. If `kind` is ``""`` they share all scored blocks in units of ``2**grain``. Else each
     request has `parts` of them to itself: one for every block of keys (two of NVFP4) that it can have if `kind` is
-    ``"one"``, or an even part of its blocks for each if it is ``"row"``. `fill_blocks` others, before them, write what no
+    ``"one"``, or a part of its blocks for each if it is ``"row"``. `fill_blocks` others, before them, write what no
     token sees: ``2**fill_shift`` tokens side by side, whose blocks `fill_splits` of them share.
     """
 
