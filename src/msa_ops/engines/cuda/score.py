@@ -33,6 +33,7 @@ _THREADS = 128
 _FORMAT = {torch.bfloat16: "bf16", torch.float16: "fp16", FP8: "fp8", torch.uint8: "nvfp4"}
 _FORMATS = tuple(_FORMAT.values())  # in the order of the kernel's KV_FORMAT and QueryType
 _MAX_WORK = 1 << 30
+_ROUNDS_TIMES_PARTS = 1 << 31  # of a row: more of them, and the last part could end before the row does
 _TILT = 0.75  # of parts, where more thread blocks than fit take turns: large ones first, small ones even out the end
 _PART_BYTES = 1 << 16  # of keys that a part of a row has, as a rule
 _CODE_PART_BYTES = 1 << 17  # where codes are multiplied; a team has as many blocks of keys as where they are widened
@@ -162,7 +163,7 @@ class ScorePlan:
     workers: int
     parts: int
     tilt: float
-    """How much more than an even part the first of a request's thread blocks has, and the last one less."""
+    """How much more than an even part the first of many thread blocks of a request has, and the last one less: `row_slope`."""
     row_blocks: int
     grain: int
     fill_blocks: int
@@ -235,7 +236,7 @@ def make_plan(
         fit_one, fit_row = (fit - min(fill_blocks, fit // 2) for fit in fits.values())
         kind, parts = _row_parts(o, width, batch, key_blocks, fit_one, fit_row)
         workers = parts * batch
-        tilt = _TILT if kind == "row" and workers > fit_row else 0.0
+        tilt = _TILT if kind == "row" and workers > fit_row and parts > 1 else 0.0
         # Where codes are multiplied all that fit settle early: the ones that do not are the last to end
         # (kernel-notes, "Beside the products").
         early = min(workers, fits[kind] if width == CODE_COLUMNS else _EARLY_BLOCKS * sms)
@@ -293,17 +294,18 @@ def _row_parts(o: Operands, columns: int, batch: int, key_blocks: int, fit_one: 
         if 2 * wanted < 3 * fit_row:
             wanted = max(size // (part // 2), fit_row)
     most = -(-key_blocks // o.at_once("row", columns))
-    parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, most), 1)
-    # No more than the longest part asks for. But where that leaves places empty, uneven parts have more under way at once
-    # (kernel-notes, "Whole blocks without a branch").
+    parts = max(min(min(wanted, _MOST_WAVES * fit_row) // batch, most, _ROUNDS_TIMES_PARTS // most), 1)
+    # No more than the longest of even parts asks for. But where that leaves places empty, uneven parts have more under way at
+    # once (kernel-notes, "Whole blocks without a branch").
     fewest = -(-most // -(-most // parts))
     return "row", fewest if 8 * batch * fewest >= 7 * fit_row else parts
 
 
 def row_slope(parts: int, tilt: float) -> tuple[int, int]:
     """What the kernel cuts a row into parts by: the n-th begins at ``n * (step - n * bend)`` of 2**31, rounded up to whole
-    rounds of blocks. The end lies less than `parts` short of 2**31. The first part is about ``1 + tilt`` times as long as an
-    even one, the last ``1 - tilt`` times."""
+    rounds of blocks. The last one ends at most `parts` short of 2**31, which is rounded up to the end of the row if rounds
+    times parts are no more than `_ROUNDS_TIMES_PARTS`. The first of many parts is ``1 + tilt`` times as long as an even one,
+    the last ``1 - tilt`` times; of few, less so."""
     bend = int(tilt * 2**31) // parts**2
     return (2**31 - 1) // parts + parts * bend, bend
 

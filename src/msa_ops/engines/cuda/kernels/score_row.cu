@@ -243,8 +243,8 @@ constexpr int room(int there) {
 #endif
 }
 
-// With codes rows have 112 registers a thread instead of the 128 that four thread blocks could have: beside these a thread block
-// of the selection finds room, and is in line when the scores are done.
+// With codes rows have 112 registers a thread instead of the 128 that four thread blocks could have. Beside these a thread block of
+// most selections finds room, and is in line when the scores are done: by warps, of up to 1,024 blocks, or by clusters; not by tokens.
 #define BOUNDS(ROOM) __launch_bounds__(THREADS, room(ROOM))
 #if __CUDA_ARCH__ == 900
 #define CODE_ROW_BOUNDS __maxnreg__(112)
