@@ -226,7 +226,8 @@ template <typename Scorer, bool ONE> DEVICE void score_row(const ScoreParams &p)
       scorer.give(p, shared, same, block, warp, lane);
     }
     run = same;
-    // So that these take no registers beside the products.
+    // So that these take no registers beside the products. Which of them where, by what the compiler then does not spill: told more, or
+    // where teams have one block, it spills elsewhere.
     if constexpr (BY_SETS) request = run.request, guessed = false;
     if constexpr (BY_SETS || !ONE) first = page = -1;
     // One tile, but where a request has more tokens than promised.
