@@ -86,9 +86,14 @@ def run_selection(device: torch.device, generator: torch.Generator) -> int:
         return torch.tensor(values, dtype=torch.int32, device=device)
 
     wrong = 0
-    chosen = score._row_parts
-    for way in (chosen, lambda *_: ("row", 3)):
-        score._row_parts = way
+    chosen, slope = score._row_parts, score.row_slope
+
+    def three(*_: object) -> tuple[str, int]:
+        return "row", 3
+
+    # As planned, in three even parts, and in three that get smaller, as those of more thread blocks than fit at once do.
+    for way, cut in ((chosen, slope), (three, slope), (three, lambda parts, _: slope(parts, score._TILT))):
+        score._row_parts, score.row_slope = way, cut
         score.make_plan.cache_clear()
         for lengths, seqlen_q in (((2000,), 1), ((1000, 5, 0, 2048), 1), ((300, 2048), 5)):
             batch = len(lengths)
@@ -114,7 +119,8 @@ def run_selection(device: torch.device, generator: torch.Generator) -> int:
                         options["seqused_k"].fill_(stale)
                         msa_ops.msa_topk_select(ones, 1, output=options["seqused_k"].view(batch, 1, 1))
                         wrong += not torch.equal(scores(reduce_heads=reduced), want)
-    score._row_parts = chosen
+    score._row_parts, score.row_slope = chosen, slope
+    score.make_plan.cache_clear()
     for blocks in (40, 64, 200, 256, 1000, 5000, 20000):
         for tokens in (1, 9):
             scores = torch.randn((4, blocks, tokens), device=device, generator=generator)
