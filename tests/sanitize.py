@@ -4,6 +4,8 @@
     PYTHONPATH=src compute-sanitizer --tool memcheck python3 tests/sanitize.py attention
     PYTHONPATH=src compute-sanitizer --tool racecheck --kernel-name kns=msa_ python3 tests/sanitize.py attention --every-lane
 
+`steps` are those whose attention chooses its blocks itself.
+
 Racecheck sees no `__syncwarp` where the compiler needs no instruction for it. With ``--every-lane`` kernels are built so that
 every lane of a warp arrives at its barriers for itself, which changes nothing else.
 """
@@ -22,8 +24,10 @@ import msa_ops
 from msa_ops.bench.exact import exact_output, relative_error
 from msa_ops.bench.inputs import Shape, make_calls, make_pool
 from msa_ops.bench.peers import ours
+from msa_ops.contract import KVFormat
 from msa_ops.engines.cuda import compile as compiler
 from msa_ops.engines.cuda import plan, prepared, score
+from test_choosing_gpu import assert_chosen, make
 
 CONTEXT = 5 * 128 + 70  # few keys: racecheck follows every byte of every copy
 TOLERANCE = 0.01
@@ -77,6 +81,33 @@ def run_attention(
         wrong += not error < TOLERANCE
         print(*given, f"error {error:.4f}", flush=True)
     return wrong
+
+
+def step_plans(kv: KVFormat) -> Iterator[str]:
+    """One for each kernel that chooses: three items or more, by blocks that serve one each, or several in turn."""
+    tile = 64 if kv in (KVFormat.BF16, KVFormat.FP16) else 128
+    yield from (f"1,4,{tile},3,2,1,5", f"1,4,{tile},3,2,2,0", f"2,4,{tile},5,1,1,5", f"2,4,{tile},5,1,3,0")
+    if tile == 64:
+        yield from ("1,4,128,2,1,2,0", "1,8,64,5,1,4,0")
+    if kv is KVFormat.NVFP4:
+        yield from ("1,4,128,3,3,1,0", "1,4,128,2,4,1,5")
+
+
+def run_steps(formats: list[str] | None) -> int:
+    """0: a wrong step raises. `formats`: of K and V; None: all."""
+    for kv in KVFormat:
+        if formats and not any(name.startswith(kv.value) for name in formats):
+            continue
+        for forced in step_plans(kv):
+            os.environ["MSA_OPS_PLAN"] = forced
+            plan.make_plan.cache_clear()
+            for pages in plan.CHOICES:
+                a = make(kv, 3, pages - 7)
+                assert_chosen(a, True, topk=4, sink_blocks=1)
+            a["index_k"].fill_(1.0)  # all scores equal
+            assert_chosen(a, True, topk=4)
+            print(kv.value, forced, flush=True)
+    return 0
 
 
 def run_selection(device: torch.device, generator: torch.Generator) -> int:
@@ -133,10 +164,12 @@ def run_selection(device: torch.device, generator: torch.Generator) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("attention", "selection"))
+    parser.add_argument("what", choices=("attention", "selection", "steps"))
     parser.add_argument("--every-lane", action="store_true", help="for racecheck: see above")
     formats = sorted({call.kv for call in attention_calls()})
-    parser.add_argument("--kv", action="append", choices=formats, help="attention: this format alone; may be repeated")
+    parser.add_argument(
+        "--kv", action="append", choices=formats, help="attention and steps: this format alone; may be repeated"
+    )
     parser.add_argument("--first", type=int, default=0, help="attention: leave out so many calls")
     parser.add_argument("--last", type=int, default=1000, help="attention: end before this call")
     given = parser.parse_args()
@@ -151,7 +184,7 @@ def main() -> int:
     if attention:
         wrong = run_attention(device, generator, given.kv, given.first, given.last)
     else:
-        wrong = run_selection(device, generator)
+        wrong = run_steps(given.kv) if given.what == "steps" else run_selection(device, generator)
     torch.cuda.synchronize()
     print(f"done, {wrong} wrong")
     return min(wrong, 1)

@@ -222,16 +222,21 @@ def c_size(source: str, kind: str) -> tuple[int, int]:
     return size, int(aligned[1]) if aligned else max(min(size_, 8) for _, _, size_ in fields)
 
 
-def test_the_parameter_block_is_the_struct_of_the_kernel() -> None:
+@pytest.mark.parametrize("chooses", [False, True])
+def test_the_parameter_block_is_the_struct_of_the_kernel(chooses: bool) -> None:
     """Every value that launch.py packs lies where the kernel reads it."""
     source = compiler.source(("common.cuh", "params.cuh"))
+    source = re.sub(r"#ifdef SELECTS\n(.*?)#endif\n", r"\1" if chooses else "", source, flags=re.DOTALL)
     fields, size = c_layout(source, "Params")
-    assert launch._PARAMS.size == size
+    assert size == (launch.PARAMETER_BYTES if chooses else launch._PARAMS.size)
     flat = []
     for name, offset, length in fields:
         divisor = re.search(rf"\bDivisor [^;]*\b{name}\b", source)
         flat += [(offset + i, 4) for i in (0, 4, 8)] if divisor else [(offset, length)]
-    assert packed_places(launch._PARAMS) == flat
+    packed = packed_places(launch._PARAMS)
+    if chooses:
+        packed += [(launch._PARAMS.size + offset, length) for offset, length in packed_places(launch._CHOICE)]
+    assert packed == flat
 
 
 def packed_places(packed: struct.Struct) -> list[tuple[int, int]]:
@@ -250,10 +255,13 @@ def packed_places(packed: struct.Struct) -> list[tuple[int, int]]:
 
 def test_the_compiler_agrees_on_the_size_of_the_struct() -> None:
     """The rules of C above are held against the compiler itself."""
-    with pytest.MonkeyPatch.context() as patch:
-        checked = f'{compiler.source(plan.SOURCES)}\nstatic_assert(sizeof(Params) == {launch._PARAMS.size}, "size");'
-        patch.setattr(compiler, "source", lambda _: checked)
-        compiler.compile_program(plan.variants((8, 0))[0], "sm_80")
+    usual, chooses = plan.variants((8, 0))[0], plan.variants((9, 0))[-1]
+    assert chooses.selects
+    for variant, size in ((usual, launch._PARAMS.size), (chooses, launch.PARAMETER_BYTES)):
+        with pytest.MonkeyPatch.context() as patch:
+            checked = f'{compiler.source(plan.SOURCES)}\nstatic_assert(sizeof(Params) == {size}, "size");'
+            patch.setattr(compiler, "source", lambda _, checked=checked: checked)
+            compiler.compile_program(variant, "sm_80")
 
 
 @pytest.mark.parametrize("name", ["fp8-g2w4t128s5b1", "bf16-g1w8t64s5b1"])
@@ -282,7 +290,9 @@ def test_the_form_for_racecheck_compiles(arch: str) -> None:
         compiler.compile_program(plan.variants((9, 0))[0], arch)
 
 
-@pytest.mark.parametrize("name", ["fp8-g1w4t128s3b2", *(v.name for v in plan.variants((9, 0)) if "nvfp4" in v.name)])
+@pytest.mark.parametrize(
+    "name", ["fp8-g1w4t128s3b2", *(v.name for v in plan.variants((9, 0)) if "nvfp4" in v.name and not v.selects)]
+)
 def test_the_kernel_lays_shared_memory_out_as_planned(name: str) -> None:
     variant = next(v for v in plan.variants((9, 0)) if v.name == name)
     with pytest.MonkeyPatch.context() as patch:

@@ -452,6 +452,31 @@ def test_where_blocks_read_early(kv_format: KVFormat, early: set[int]) -> None:
     assert ("first tiles early" in h200_plan(shape(kv_format, 1)).why) == (1 in early and 4 in early)
 
 
+@pytest.mark.parametrize(
+    "kv_format, tokens, pages, most",
+    [
+        (KVFormat.FP8, 1, 1, 128), (KVFormat.FP8, 1, 128, 128), (KVFormat.FP8, 1, 129, 256), (KVFormat.FP8, 64, 256, 256),
+        (KVFormat.FP8, 1, 257, None), (KVFormat.BF16, 4, 64, 128), (KVFormat.FP16, 16, 200, 256),
+        (KVFormat.BF16, 8, 64, None), (KVFormat.FP16, 8, 200, None),  # clusters of two with a deeper ring
+        (KVFormat.NVFP4, 4, 256, 256), (KVFormat.NVFP4, 8, 128, 128), (KVFormat.NVFP4, 8, 129, None),  # clusters of four
+        (KVFormat.NVFP4, 64, 64, 128), (KVFormat.NVFP4, 6, 256, 256),
+    ],
+)  # fmt: skip
+def test_where_the_attention_of_a_step_chooses(kv_format: KVFormat, tokens: int, pages: int, most: int | None) -> None:
+    """By pages of the table, on an H200. Nowhere else: it was not measured."""
+    s = shape(kv_format, tokens)
+    facts, p = DeviceFacts.of_capability((9, 0)), h200_plan(s)
+    chosen = plan.choosing_plan(p, s, facts, pages)
+    assert (chosen and chosen.variant.selects) == most
+    assert chosen is None or dataclasses.replace(chosen, variant=p.variant) == p, "the same work for the same blocks"
+    assert plan.choosing_plan(p, dataclasses.replace(s, topk=32), facts, pages) == chosen
+    assert plan.choosing_plan(p, dataclasses.replace(s, topk=33), facts, pages) is None
+    for capability in ((8, 0), (10, 0), (12, 0)):
+        other = DeviceFacts.of_capability(capability)
+        taken = plan.plan_for(s, other, lambda v, f=other: typical_room(f, v))
+        assert plan.choosing_plan(taken, s, other, pages) is None
+
+
 def test_candidates_are_for_free_calls_of_few_items() -> None:
     facts = DeviceFacts.of_capability((9, 0))
     assert plan.candidates(shape(KVFormat.FP8, 1), facts) == []

@@ -20,6 +20,7 @@ import torch
 import typer.testing
 
 import msa_ops.decode
+import msa_ops.step
 from compare import LSE_TOLERANCE, ROW_TOLERANCE
 from msa_ops import doctor, selftest
 from msa_ops.cli import doctor as command
@@ -93,9 +94,24 @@ def test_routes_are_all_of_the_contract() -> None:
     "route", selftest.routes(), ids=lambda r: f"{r.q}-{r.kv.value}-{r.layout_name}".replace(" ", "-")
 )
 def test_every_route_of_the_cpu_passes(route: Route) -> None:
-    found = selftest.numeric("cpu", route, "segments", None)
-    assert found.passed, found.message
-    assert found.error is not None and found.lse_error is not None
+    ways = selftest.ways(route, None)
+    assert ways == (("segments", "step") if route.layout is KVLayout.PAGED else ("segments",))
+    for way in ways:
+        found = selftest.numeric("cpu", route, way, None)
+        assert found.passed, (way, found.message)
+        assert found.error is not None and found.lse_error is not None
+
+
+def test_a_step_that_chooses_other_blocks_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = msa_ops.step.select_blocks
+
+    def faulty(scores: torch.Tensor, topk: int, extent: Any, output: torch.Tensor, begin: int, end: int) -> None:
+        real(scores, topk, extent, output, begin, end)
+        output[0, 1, 0] += 1  # one head's first block is another one
+
+    monkeypatch.setattr(msa_ops.step, "select_blocks", faulty)
+    found = selftest.numeric("cpu", selftest.routes()[0], "step", None)
+    assert not found.passed and "other blocks than the rule" in found.message
 
 
 def test_tolerances_are_those_of_the_tests() -> None:
@@ -132,12 +148,12 @@ def test_a_faulty_engine_fails_and_the_exit_code_is_1(
     monkeypatch.setattr(msa_ops.decode.ops, "run", faulty)
     report = doctor.examine(NO_GPU)
     assert report.exit_code == 1
-    assert len(report.failures) == 2  # paged and flat
+    assert len(report.failures) == 3  # paged and flat, and a step of the paged one
     assert all(line.startswith("cpu: fp16 q, fp16 KV, ") for line in report.failures)
     assert fault is not _raises or "RuntimeError: the engine broke" in report.failures[0]
     json.dumps(report.to_dict(), allow_nan=False)
     text = printed(report, capsys)
-    assert "FAILED: segments" in text and "2 of 21 self-tests FAILED." in text
+    assert "FAILED: segments, step" in text and "3 of 33 self-tests FAILED." in text
 
 
 @pytest.mark.parametrize("capability", list(plan.SHARED_PER_BLOCK))
@@ -149,6 +165,11 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
     for route in selftest.routes():
         for way in selftest.ways(route, facts):
             size = selftest._size(way, facts)
+            if selftest.is_step(way):
+                tested |= {
+                    v for v in selftest._choosing(route, facts).values() if v.name in selftest.variants(route, facts)
+                }
+                continue
             tokens = len(size.lengths) * size.seqlen_q
             special = selftest._special(route, facts).get(way)
             forced = None if special else plan.Combine[way.upper()]
@@ -158,7 +179,9 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
             want = special or plan.choose_variant(route.kv, facts)
             assert taken.variant == want and taken.variant.name in selftest.variants(route, facts)
             tested.add(taken.variant)
-    assert tested == set(plan.variants_for(facts, tuple(KVFormat)))
+    usual = {plan.choose_variant(kv, facts) for kv in KVFormat}
+    built = plan.variants_for(facts, tuple(KVFormat))
+    assert tested == {v for v in built if not v.selects or dataclasses.replace(v, selects=0) in usual}
 
 
 def test_the_problem_of_the_wide_kernel_is_right_on_the_cpu() -> None:
@@ -229,8 +252,9 @@ def test_a_whole_gpu_machine_is_well() -> None:
         special = {"nvfp4": ["wide", "dense-3", "dense-4"], "fp8": ["wide"]}.get(
             route.kv, ["wide", "whole", "tall", "deep"]
         )
-        assert route.engine == "cuda" and len(route.kernels) == 1 + len(special)
-        assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special]
+        steps = ["step", "step-128", "step-256"] if route.layout.startswith("paged") else []
+        assert route.engine == "cuda" and len(route.kernels) == 1 + len(special) + len(steps[1:])
+        assert [t.way for t in route.tests] == ["none", "cluster", "scratch", *special, *steps]
 
 
 CHECKOUT = "  # in a checkout of msa_ops"
@@ -546,7 +570,9 @@ def test_the_command_runs_on_this_machine(tmp_path: Path, monkeypatch: pytest.Mo
     report = json.loads(done.stdout)
     assert (done.exit_code, report["failures"]) == (0, [])
     tests = [test for route in report["routes"] for test in route["tests"]]
-    assert len(tests) == len(selftest.routes()) and all(test["passed"] for test in tests)
+    assert len(tests) == sum(len(selftest.ways(route, None)) for route in selftest.routes()) and all(
+        test["passed"] for test in tests
+    )
 
 
 def test_calls_under_test_have_the_threads_that_a_user_gives_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Self-tests of `msa-ops doctor`: every route of the call on small problems, held against the oracle; one compilation.
+"""Self-tests of `msa-ops doctor`: every route of the attention call, and of the whole step, on small problems, held against
+the oracle; one compilation.
 
 A route here is a query dtype, a KV dtype and a layout. The problems are made by this module, take a fraction of a second
 each, and hold what goes wrong first: permuted pages, holes and duplicates among the ids, a partly filled last block,
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from .contract import _KV_FORMAT, _KV_FORMATS_OF_Q, _OUT_DTYPE, BLOCK_SIZE, HEAD_DIM, KVFormat, KVLayout, ScaleLayout
 from .engines.cuda.plan import (
+    CHOICES,
     CLUSTER_KINDS,
     Combine,
     DeviceFacts,
@@ -28,6 +30,7 @@ from .engines.cuda.plan import (
     Shape,
     Variant,
     choose_variant,
+    choosing_variant,
     cluster_variants,
     dense_variants,
     plan_for,
@@ -112,17 +115,23 @@ def variants(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """Names of the kernels that serve a route on a GPU; empty on the CPU (`facts` None)."""
     if facts is None:
         return ()
-    return tuple(v.name for v in (choose_variant(route.kv, facts), *_special(route, facts).values()))
+    found = (choose_variant(route.kv, facts), *_special(route, facts).values(), *_choosing(route, facts).values())
+    return tuple(v.name for v in found)
 
 
 def ways(route: Route, facts: DeviceFacts | None) -> tuple[str, ...]:
     """The ways in which a device can serve a route, each to be tested: how the blocks of an item meet, and on some GPUs
     the kernels for one whole item a multiprocessor (``wide``), for more than two (``dense-3``, ``dense-4``), and for clusters
-    of few items (``whole``, ``tall``, ``deep``)."""
+    of few items (``whole``, ``tall``, ``deep``). Paged caches also serve a whole step: ``step``, and ``step-128`` and so on
+    where the attention chooses among so many pages itself."""
+    step = (_STEP,) if route.layout is KVLayout.PAGED else ()
     if facts is None:
-        return ("segments",)
+        return ("segments", *step)
     found = ["none", "cluster", "scratch"] if facts.has_clusters else ["none", "scratch"]
-    return (*found, *_special(route, facts))
+    return (*found, *_special(route, facts), *step, *_choosing(route, facts))
+
+
+_STEP = "step"
 
 
 _FORCED = tuple(combine.name.lower() for combine in Combine)
@@ -137,6 +146,20 @@ def _special(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
         if _plan(route, way, facts).variant == variant:  # a part of a GPU may have no room for such clusters
             found[way] = variant
     return found | {f"dense-{v.min_blocks}": v for v in dense_variants(route.kv, facts)}
+
+
+def _choosing(route: Route, facts: DeviceFacts) -> dict[str, Variant]:
+    """The usual kernel as one that chooses its blocks, by the way that takes it."""
+    if route.layout is not KVLayout.PAGED:
+        return {}
+    usual = choose_variant(route.kv, facts)
+    found = {f"{_STEP}-{pages}": choosing_variant(usual, facts, pages) for pages in CHOICES}
+    return {way: variant for way, variant in found.items() if variant is not None}
+
+
+def is_step(way: str) -> bool:
+    """Whether a way is one of the whole step, not of the attention alone."""
+    return way.partition("-")[0] == _STEP
 
 
 def route_of(way: str) -> str:
@@ -170,7 +193,12 @@ class _Size:
 _SMALL = _Size((300, 70), 2, 2, 3)
 
 
+_STEPS = _Size((1100, 70), 2, 2, 3, topk=6)
+
+
 def _size(way: str, facts: DeviceFacts | None) -> _Size:
+    if is_step(way):
+        return _STEPS
     if way == "whole":
         return _Size((300,), 1, 1, 3, topk=16)
     if way == "deep":
@@ -248,12 +276,48 @@ def _cache(route: Route, k: Tensor, v: Tensor, device: str) -> tuple[Tensor, Ten
     return views.k, views.v, {"k_scale": views.k_scale, "v_scale": views.v_scale, **factors}
 
 
+def _index(route: Route, size: _Size, table: Tensor) -> tuple[Tensor, Tensor]:
+    """Index queries and the index cache of a step, on the CPU: whole numbers, so that scores are exact in any order, and many
+    equal; NaN behind a request's last key."""
+    g = torch.Generator().manual_seed(6)
+    dtype = torch.float8_e4m3fn if route.kv in (KVFormat.FP8, KVFormat.NVFP4) else _QUERY_DTYPES[route.q]
+    queries = torch.randint(-2, 3, (len(size.lengths) * size.seqlen_q, size.kv_heads, HEAD_DIM), generator=g)
+    keys = torch.randint(-2, 3, (int(table.max()), 1, BLOCK_SIZE, HEAD_DIM), generator=g).float()
+    for b, length in enumerate(size.lengths):
+        last = -(-length // BLOCK_SIZE) - 1
+        keys[int(table[b, last]), :, length - last * BLOCK_SIZE :] = torch.nan
+    return queries.float().to(dtype), keys.to(dtype)
+
+
+def _best(size: _Size, table: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """The ids that a step chooses, by the rule: a token's own block, then others by their largest score, the lower block where
+    scores are equal. (tokens, KV heads, top-k)."""
+    ids = torch.full((queries.shape[0], size.kv_heads, size.topk), -1, dtype=torch.int32)
+    for t in range(queries.shape[0]):
+        b, place = divmod(t, size.seqlen_q)
+        seen = size.lengths[b] - size.seqlen_q + place + 1
+        own = (seen - 1) // BLOCK_SIZE
+        rows = keys[table[b, : own + 1].long(), 0].flatten(0, 1)[:seen].double()
+        for head in range(size.kv_heads):
+            products = rows @ queries[t, head].double()
+            scores = torch.stack([part.max() for part in torch.split(products, BLOCK_SIZE)])
+            order = scores[:own].sort(descending=True, stable=True).indices
+            chosen = sorted([own, *order[: size.topk - 1].tolist()])
+            ids[t, head, : len(chosen)] = torch.tensor(chosen, dtype=torch.int32)
+    return ids
+
+
 @lru_cache(maxsize=64)
 def _expected(route: Route, size: _Size) -> tuple[Tensor, Tensor]:
     from .reference import decode_reference
 
     with _one_thread():
         args, kwargs = _arguments(route, size, "cpu")
+        if size is _STEPS:
+            args = (
+                *args[:3],
+                _best(size, kwargs["page_table"], *_index(route, size, kwargs["page_table"])).transpose(0, 1),
+            )
         return decode_reference(*args, round_output=False, **kwargs)
 
 
@@ -277,7 +341,8 @@ def numeric(device: str, route: Route, way: str, facts: DeviceFacts | None) -> N
     error = lse_error = None
     try:
         size = _size(way, facts)
-        error, lse_error = _errors(_call(device, route, way, size), _expected(route, size))
+        result = _step(device, route, way) if is_step(way) else _call(device, route, way, size)
+        error, lse_error = _errors(result, _expected(route, size))
         passed = error <= tolerance and lse_error <= LSE_TOLERANCE  # False for NaN
         message = "" if passed else f"row error {error:.2e} of {tolerance:.0e}, LSE error {lse_error:.2e}"
     except Exception as raised:  # a report is worth more than a traceback
@@ -304,6 +369,37 @@ def _call(device: str, route: Route, way: str, size: _Size) -> tuple[Tensor, Ten
         raise RuntimeError(f"the call took the route {how.route}, not {route_of(way)}: {how.why}")
     if special and how.variant not in _special_variants(route, way, device):
         raise RuntimeError(f"the call took the kernel {how.variant}, not the {way} one")
+    assert isinstance(result, tuple)
+    return result
+
+
+def _step(device: str, route: Route, way: str) -> tuple[Tensor, Tensor]:
+    """Output and LSE of a whole step. Raises `RuntimeError` where it chooses other blocks than the rule does, or not in the
+    kernel that was asked for."""
+    from .engines.cuda import topk
+    from .step import msa_decode_step
+
+    size = _STEPS
+    with _one_thread():
+        (q, k, v, _), kwargs = _arguments(route, size, device)
+        narrow = kwargs["page_table"].cpu()
+        index_q, index_k = _index(route, size, narrow)
+        want = _best(size, narrow, index_q, index_k)
+    # As wide as the way wants it; behind the request's own pages there are none.
+    width = int(way.partition("-")[2] or CHOICES[-1] + 1)
+    table = torch.full((narrow.shape[0], width), int(narrow.max()), dtype=torch.int32)
+    table[:, : narrow.shape[1]] = narrow
+    kwargs["page_table"] = table.to(device)
+    ids = torch.full(want.shape, -7, dtype=torch.int32, device=device)
+    selections = topk.calls.total()
+    with _forced(None):
+        result = msa_decode_step(
+            q, k, v, index_q.to(device), index_k.to(device), topk=size.topk, q2k_out=ids, **kwargs
+        )  # fmt: skip
+    if not torch.equal(ids.cpu(), want):
+        raise RuntimeError("the step chose other blocks than the rule does")
+    if device != "cpu" and (topk.calls.total() > selections) == (way != _STEP):
+        raise RuntimeError(f"the blocks were {'not ' if way != _STEP else ''}chosen by the attention")
     assert isinstance(result, tuple)
     return result
 

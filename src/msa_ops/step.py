@@ -17,6 +17,7 @@ from .contract import (
     HEAD_DIM,
     MAX_TOPK,
     DecodeCall,
+    DecodeProblem,
     _check_dense_rows,
     _require_tensor,
     check,
@@ -90,8 +91,9 @@ def msa_decode_step(
         TypeError, ValueError: an argument is not of this form; raised before anything runs, with the argument's name.
         RuntimeError: the GPU or its compiler package is missing or unsupported.
 
-    On CUDA these are three kernels (a fourth where the attention's scratch route merges), with nothing between them on the
-    host. With all destinations given nothing is allocated, and after one eager call of the same shapes a step may be
+    On CUDA these are three kernels, or two where the attention chooses its blocks itself, as it does on compute capability 9.0
+    for page tables of up to 256 columns and a topk of up to 32 (one more where its scratch route merges), with nothing between
+    them on the host. With all destinations given nothing is allocated, and after one eager call of the same shapes a step may be
     captured in a CUDA graph; lengths, tables and every tensor's content may change between replays.
     """
     _check_index(q, k, index_q, index_k, page_table, seqused_k)
@@ -132,12 +134,40 @@ def msa_decode_step(
     if return_softmax_lse and lse is None:
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
     extents = TokenExtents(seqused_k, seqlen_q, causal, q_offset)
-    choose_blocks(index_q, index_k, page_table, extents, score_out, q2k_out, local_blocks, sink_blocks)
-    if reads_values:
-        check(call)
-        problem = replace(problem, q2k_indices=call.q2k_indices)
-    ops.run(problem, out, lse)
+    score_blocks(index_q, index_k, page_table, extents, score_out)
+    if reads_values or not _choose_and_attend(problem, out, lse, score_out, sink_blocks, local_blocks):
+        select_blocks(score_out, topk, extents, q2k_out, sink_blocks, local_blocks)
+        if reads_values:
+            check(call)
+            problem = replace(problem, q2k_indices=call.q2k_indices)
+        ops.run(problem, out, lse)
     return (out, lse) if lse is not None else out
+
+
+def _choose_and_attend(
+    problem: DecodeProblem, out: Tensor, lse: Tensor | None, scores: Tensor, sink_blocks: int, local_blocks: int
+) -> bool:
+    """Both by one kernel, where that is faster; else False, and nothing is done."""
+    q = problem.q
+    if not q.is_cuda or torch.compiler.is_compiling() or type(q) not in _PLAIN_TENSORS:
+        return False
+    from .engines import cuda
+
+    if not cuda.choose_and_run(problem, out, lse, scores, sink_blocks, local_blocks):
+        return False
+    # The kernel writes unseen by autograd.
+    torch.autograd.graph.increment_version(out if lse is None else (out, lse))
+    return True
+
+
+def score_blocks(index_q: Tensor, index_k: Tensor, page_table: Tensor, extents: TokenExtents, scores: Tensor) -> None:
+    """Write the index scores ``(heads, blocks, tokens)``."""
+    e = extents
+    msa_proxy_score(
+        index_q, index_k, query_starts(page_table.shape[0], e.seqlen_q, index_q.device), page_table=page_table,
+        seqused_k=e.lengths, causal=e.causal, max_seqlen_q=e.seqlen_q, max_k_tiles=scores.shape[1], output=scores,
+        q_offset=e.q_offset,
+    )  # fmt: skip
 
 
 def choose_blocks(
@@ -151,13 +181,8 @@ def choose_blocks(
     sink_blocks: int,
 ) -> None:
     """Score and select: writes `scores` ``(heads, blocks, tokens)`` and `ids` ``(tokens, heads, topk)``."""
-    e = extents
-    msa_proxy_score(
-        index_q, index_k, query_starts(page_table.shape[0], e.seqlen_q, index_q.device), page_table=page_table,
-        seqused_k=e.lengths, causal=e.causal, max_seqlen_q=e.seqlen_q, max_k_tiles=scores.shape[1], output=scores,
-        q_offset=e.q_offset,
-    )  # fmt: skip
-    select_blocks(scores, ids.shape[2], e, ids, sink_blocks, local_blocks)
+    score_blocks(index_q, index_k, page_table, extents, scores)
+    select_blocks(scores, ids.shape[2], extents, ids, sink_blocks, local_blocks)
 
 
 _starts: dict[tuple[torch.device, int], Tensor] = {}

@@ -42,7 +42,8 @@ class StepPool:
 class StepCall:
     """One decode step. `call` is its attention, with ids of its own for the attention alone.
 
-    `scores` is the input of the selection alone. `score_out` ``(index heads, blocks, tokens)`` and `ids_out`
+    `extents` ``(tokens,)`` int32 are the blocks that each token sees a key of, for sides that want them ready. `scores` is the
+    input of the selection alone. `score_out` ``(index heads, blocks, tokens)`` and `ids_out`
     ``(KV heads, tokens, topk)`` are results; their strides are those that a side asks for.
     """
 
@@ -50,6 +51,7 @@ class StepCall:
     index_q: Tensor
     index_k: Tensor
     cu_seqlens_q: Tensor
+    extents: Tensor
     scores: Tensor
     score_out: Tensor
     ids_out: Tensor
@@ -72,7 +74,7 @@ class StepCall:
 
     def inputs(self) -> tuple[Tensor, ...]:
         """What a side reads and may not change; the caches are too large to be compared."""
-        return *self.call.inputs(), self.index_q, self.cu_seqlens_q, self.scores
+        return *self.call.inputs(), self.index_q, self.cu_seqlens_q, self.extents, self.scores
 
     def poison(self) -> None:
         """Fill the results with what no side writes."""
@@ -118,6 +120,7 @@ def make_step_calls(shape: Shape, pool: StepPool, count: int, generator: torch.G
                 index_q.to(index_dtype(shape.kv)),
                 pool.index_k,
                 torch.arange(0, shape.tokens + 1, shape.seqlen_q, dtype=torch.int32, device=device),
+                (_own_blocks(shape, call.seqused_k, torch.arange(shape.tokens, device=device)) + 1).int(),
                 torch.randn(heads, shape.max_pages, shape.tokens, device=device, generator=generator),
                 _scores(shape, device, False),
                 _ids(shape, device, False),
@@ -148,8 +151,11 @@ def part_bytes(part: str, call: StepCall) -> int:
 
 def own_blocks(call: StepCall, tokens: Tensor) -> Tensor:
     """``(len(tokens),)``: the block that holds each token, which the selection must keep."""
-    shape = call.shape
-    last = call.call.seqused_k[tokens // shape.seqlen_q].long() - shape.seqlen_q + tokens % shape.seqlen_q
+    return _own_blocks(call.shape, call.call.seqused_k, tokens)
+
+
+def _own_blocks(shape: Shape, lengths: Tensor, tokens: Tensor) -> Tensor:
+    last = lengths[tokens // shape.seqlen_q].long() - shape.seqlen_q + tokens % shape.seqlen_q
     return last // BLOCK_SIZE
 
 

@@ -133,14 +133,15 @@ def _attend_alone(side: Side) -> Part:
 
 def _flashinfer(side: Side) -> StepSide:
     """flashinfer.msa_ops. On compute capability 9.0 its attention wants ids by head and its selection writes them by
-    token, so that its step holds a copy of the ids."""
+    token, so that its step holds a copy of the ids. Its selection gets each token's extent, made beforehand: with a forced last
+    block and no extents, 0.7.4 reads memory that is not its own."""
     ops = importlib.import_module("flashinfer.msa_ops")
 
     def score(c: StepCall) -> None:
         ops.msa_proxy_score(c.index_q, c.index_k, c.cu_seqlens_q, **_score_arguments(c))
 
     def select(c: StepCall, scores: Tensor) -> None:
-        ops.msa_topk_select(scores, c.shape.topk, output=c.ids_out.transpose(0, 1), force_end_blocks=1)
+        ops.msa_topk_select(scores, c.shape.topk, c.extents, c.ids_out.transpose(0, 1), force_end_blocks=1)
 
     def attend(c: StepCall, ids: Tensor) -> None:
         decode_with(ops.msa_sparse_decode_attention, c.call, ids.contiguous())

@@ -267,7 +267,8 @@ def _print_routes(report: Report, page: Page) -> None:
         layouts = ", ".join(dict.fromkeys(route.layout for route in routes))
         outcome = _outcome(routes)
         styles.append("red" if outcome.startswith("FAILED") else "green" if outcome.startswith("ok") else "yellow")
-        engine, kernels = routes[0].engine or "none", "\n".join(routes[0].kernels)
+        engine = routes[0].engine or "none"
+        kernels = "\n".join(dict.fromkeys(name for route in routes for name in route.kernels))
         rows.append((device, kv, queries, layouts, engine, kernels, outcome))
     page.table(("device", "KV", "q", "layouts", "engine", "kernels", "self-test"), rows, styles)
 

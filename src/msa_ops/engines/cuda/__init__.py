@@ -12,3 +12,13 @@ def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None) -> None:
     from . import launch
 
     launch.run(problem, out, lse)
+
+
+def choose_and_run(
+    problem: DecodeProblem, out: Tensor, lse: Tensor | None, scores: Tensor, sink_blocks: int, local_blocks: int
+) -> bool:
+    """The same by one kernel that also chooses the blocks, by their scores ``(heads, pages, tokens)``, and writes the
+    problem's ids. Returns False, and has done nothing, where a selection before the attention is faster."""
+    from . import launch
+
+    return launch.run(problem, out, lse, launch.Choice(scores, sink_blocks, local_blocks))

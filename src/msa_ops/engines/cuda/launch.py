@@ -32,6 +32,7 @@ from .plan import (
     LaunchPlan,
     Shape,
     Variant,
+    choosing_plan,
     plan_for,
     scratch_elements,
     variants_for,
@@ -47,6 +48,10 @@ STRIDES_AT, FACTORS_AT, Q_OFFSET_AT = (
 )
 """Where the strides, the two factors and `q_offset_int` begin: `prepared` writes the factors, the offset, and what lies
 before the strides."""
+_CHOICE = struct.Struct("Q3q2i")
+"""What a kernel that chooses its blocks has behind these."""
+PARAMETER_BYTES = -(-(_PARAMS.size + _CHOICE.size) // 64) * 64
+"""Of such a kernel, to their alignment."""
 _QUERY_TYPE = {torch.bfloat16: 0, torch.float16: 1, FP8: 2}
 _PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
 _PARTIAL_DTYPE = (torch.float32, torch.bfloat16, torch.float16, FP8)
@@ -263,33 +268,50 @@ def scratch_layout(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> tu
     return state * 4, values * _PARTIAL_DTYPE[_PARTIAL_TYPE[problem.partial_dtype]].itemsize
 
 
-def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None) -> None:
-    """Serve one checked problem on the current stream of its device."""
+class Choice(NamedTuple):
+    """What an attention chooses its blocks by that writes the problem's ids in place of reading them: scores
+    ``(heads, pages, tokens)``, as `msa_proxy_score` returns them for all pages of the table, and forced blocks."""
+
+    scores: Tensor
+    sink_blocks: int
+    local_blocks: int
+
+
+def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, choice: Choice | None = None) -> bool:
+    """Serve one checked problem on the current stream of its device. With a `choice` it returns False, and has done nothing,
+    where a selection before the attention is faster."""
     if problem.q.numel() == 0:
-        return
+        return choice is None
     index = problem.q.device.index
     if index == torch.cuda.current_device():
-        _run(problem, out, lse, index)
-    else:
-        with torch.cuda.device(index):
-            _run(problem, out, lse, index)
+        return _run(problem, out, lse, choice, index)
+    with torch.cuda.device(index):
+        return _run(problem, out, lse, choice, index)
 
 
-def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, index: int) -> None:
+def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, choice: Choice | None, index: int) -> bool:
     launcher = _launcher()  # first: it gives the thread a context
     shape = shape_of(problem)
     plan = _plan(problem, shape)
+    if choice is not None:
+        choosing = choosing_plan(plan, shape, device_facts(index), choice.scores.shape[1])
+        if choosing is None:
+            return False
+        plan = choosing
     if shape.items > MAX_GRID:
         raise ValueError(f"q has {shape.items} (token, KV head) items: more than one launch can serve ({MAX_GRID})")
     kernels = kernels_for(plan.variant, index)
     modern = _state.facts[index].has_clusters
     scratch = _scratch(problem, plan, shape) if plan.combine is Combine.SCRATCH else (0, 0, None)
     launcher.pack(problem, plan, shape, out, lse, scratch, modern)
+    if choice is not None:
+        launcher.pack_choice(choice)
     stream = torch._C._cuda_getCurrentRawStream(index)
     launcher.rows.value = output_rows(shape)
     for kernel, grid in grids(plan, shape, kernels):
         launcher.launch(kernel, grid, modern, stream)
     calls[plan.combine.name.lower()] += 1
+    return True
 
 
 class Grid(NamedTuple):
@@ -430,7 +452,7 @@ class _Launcher:
     def __init__(self) -> None:
         d = driver()
         ensure_context()
-        self.block = ctypes.create_string_buffer(_PARAMS.size)
+        self.block = ctypes.create_string_buffer(PARAMETER_BYTES)
         self.rows = ctypes.c_longlong(0)
         self.pointers = (ctypes.c_void_p * 2)(ctypes.addressof(self.block), ctypes.addressof(self.rows))
         self.arguments: int = ctypes.addressof(self.pointers)
@@ -481,6 +503,12 @@ class _Launcher:
             offset or 0, offset is not None, p.causal, paged, scale_layout,
             modern and paired(k), modern and paired(v), plan.early,
         )  # fmt: skip
+
+    def pack_choice(self, choice: Choice) -> None:
+        scores = choice.scores
+        _CHOICE.pack_into(
+            self.block, _PARAMS.size, scores.data_ptr(), *scores.stride(), choice.sink_blocks, choice.local_blocks
+        )
 
     def launch(self, kernel: Any, grid: Grid, dependent: bool, stream: int) -> None:
         (error,) = self.cu_launch(self.config(grid, dependent, stream), kernel, self.arguments, 0)

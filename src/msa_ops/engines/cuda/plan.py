@@ -15,8 +15,8 @@ from functools import lru_cache
 from ...contract import BLOCK_SIZE, HEAD_DIM, SCALES_PER_ROW, KVFormat
 
 SOURCES = (
-    "common.cuh", "cluster.cuh", "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "select.cuh", "query.cuh",
-    "product.cuh", "softmax.cuh", "meeting.cuh", "decode.cu", "merge.cu",
+    "common.cuh", "cluster.cuh", "base.cuh", "widen.cuh", "params.cuh", "partial.cuh", "copy.cuh", "narrow.cuh", "select.cuh",
+    "query.cuh", "product.cuh", "softmax.cuh", "meeting.cuh", "decode.cu", "merge.cu",
 )  # fmt: skip
 """Files of the decode kernel and its merge kernel, in order."""
 ROW_TILE = 16
@@ -54,10 +54,13 @@ class Variant:
     tile: int
     stages: int
     min_blocks: int
+    selects: int = 0
+    """Pages of a table up to which it chooses blocks by their scores itself; 0: it reads ids."""
 
     @property
     def name(self) -> str:
-        return f"{self.kv_format.value}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}"
+        choice = f"c{self.selects}" if self.selects else ""
+        return f"{self.kv_format.value}-g{self.groups}w{self.warps}t{self.tile}s{self.stages}b{self.min_blocks}{choice}"
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -72,6 +75,7 @@ class Variant:
             f"-DTILE={self.tile}",
             f"-DSTAGES={self.stages}",
             f"-DMIN_BLOCKS={self.min_blocks}",
+            *((f"-DSELECTS={self.selects}",) if self.selects else ()),
         )
 
     @property
@@ -240,6 +244,14 @@ _EARLY = {
 """Items up to which reading early pays, and items a multiprocessor beyond which it pays again."""
 
 
+CHOICES = (128, 256)
+"""Pages of a table up to which the attention of a step chooses its blocks itself: one kernel less, but what a warp does for it
+is on the way to the first copy. Beyond 256 that takes as long as the kernel. A program for each: what only longer rows need
+would cost shorter ones as much as they gain."""
+_MOST_CHOSEN = 32
+"""Ids of a token and KV head up to which it may: one a lane."""
+
+
 def choose_variant(kv_format: KVFormat, facts: DeviceFacts) -> Variant:
     """The variant for most calls: the deepest ring with which a multiprocessor still holds as many blocks as wanted."""
     configs = _NVFP4_CONFIGS if kv_format is KVFormat.NVFP4 else _CONFIGS
@@ -287,6 +299,27 @@ def _dense_variant(shape: Shape, facts: DeviceFacts) -> Variant | None:
     found = dense_variants(shape.kv_format, facts)
     roomy = [v for v in found if shape.items <= facts.multiprocessors * blocks_per_multiprocessor(v, facts)]
     return next(iter(roomy), found[-1] if found else None)
+
+
+def choosing_variant(variant: Variant, facts: DeviceFacts, pages: int) -> Variant | None:
+    """This variant as one that chooses blocks among `pages` itself, or None where a selection before it is as fast or nothing
+    was measured."""
+    most = next((most for most in CHOICES if pages <= most), None)
+    if most is None or facts.capability != (9, 0) or variant == cluster_variants(variant.kv_format, facts).get("deep"):
+        return None
+    return replace(variant, selects=most)
+
+
+def choosing_plan(plan: LaunchPlan, shape: Shape, facts: DeviceFacts, pages: int) -> LaunchPlan | None:
+    """The plan of a step's attention that chooses its blocks itself, given the one of an attention that does not; None where
+    the selection is a kernel of its own."""
+    variant = choosing_variant(plan.variant, facts, pages)
+    if variant is None or shape.topk > _MOST_CHOSEN:
+        return None
+    # NVFP4 in clusters of four: 2% slower with rows of 256.
+    if shape.kv_format is KVFormat.NVFP4 and variant.selects == CHOICES[1] and (plan.splits, variant.groups) == (4, 1):
+        return None
+    return replace(plan, variant=variant)
 
 
 def _fits(variant: Variant, facts: DeviceFacts) -> bool:
@@ -524,4 +557,5 @@ def variants_for(facts: DeviceFacts, formats: Sequence[KVFormat]) -> list[Varian
         wide = wide_variant(kv_format, facts)
         found += [] if wide is None else [wide]
         found += [*cluster_variants(kv_format, facts).values(), *dense_variants(kv_format, facts)]
-    return found
+    choosing = [choosing_variant(variant, facts, pages) for variant in found for pages in CHOICES]
+    return found + [variant for variant in choosing if variant is not None]

@@ -26,7 +26,7 @@ _CACHED = ("msa_topk_tokens_64", "msa_topk_tokens_256", "msa_topk_tokens_1024", 
 """Those whose thread blocks read neighbouring words of a sector, which the first-level cache keeps for them."""
 PROGRAM = programs.KernelProgram(
     "topk",
-    ("common.cuh", "cluster.cuh", "topk.cuh", "topk_warp.cu", "topk_block.cu", "topk_cluster.cu"),
+    ("common.cuh", "cluster.cuh", "narrow.cuh", "topk.cuh", "topk_warp.cu", "topk_block.cu", "topk_cluster.cu"),
     tuple(_THREADS),
     resident=tuple(None if entry in _CACHED else 0 for entry in _THREADS),
 )

@@ -88,7 +88,13 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
       let_next_kernel_start();
       wait_for_previous_kernel();
     }
+#ifdef SELECTS
+    if (lane == 0 && unused == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1);
+    __syncwarp();
+    selection.choose(p, item, rank == 0 && item.row0 == 0, stages + at.slot * STAGE_BYTES, lane);
+#else
     selection.load(p, lane);
+#endif
     constexpr int PER_BLOCK = BLOCK_KEYS / TILE;
     int marked = 0;
     for (int base = 0; base < p.topk; base += LIST) {
@@ -270,6 +276,9 @@ DEVICE void prefetch_tables(const Params &p, u32 first, int lane) {
     prefetch_line(p.lengths + item.request * p.lengths_step);
     if (p.q_offset) prefetch_line(p.q_offset + item.request * p.q_offset_step);
   }
+#ifdef SELECTS
+  if (p.score_block == 1 && lane * 32 < p.table_width) prefetch_line(scores_of(p, item) + lane * 32);
+#endif
   if (lane * 32 < p.topk) prefetch_line(p.ids + item.head * p.ids_head + item.token * p.ids_token + lane * 32);
   if (p.paged && lane * 32 < p.table_width) prefetch_line(p.table + item.request * p.table_row + lane * 32);
   if (lane < item.rows)

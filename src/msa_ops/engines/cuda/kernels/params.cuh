@@ -34,4 +34,10 @@ struct Params {
   int group, topk, table_width, items, combine, query_type, partial_type, q_offset_int, has_q_offset_int, causal, paged,
       scale_layout, k_paired, v_paired; // paired: copy.cuh
   int early; // what is read first is asked for before the previous kernel has ended
+#ifdef SELECTS
+  // What ids are chosen by. They are written to `ids`.
+  const float *score;
+  i64 score_head, score_block, score_token; // elements
+  int sink_blocks, local_blocks;
+#endif
 };

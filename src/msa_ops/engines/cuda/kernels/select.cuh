@@ -14,8 +14,28 @@ struct Item {
   }
 };
 
-// Entries of a page table row that are fetched before it is known which are needed: one dependent read less.
-constexpr int NEAR_ENTRIES = 8; // per lane
+#ifdef SELECTS
+constexpr int CHOICES = SELECTS / 32; // blocks a lane that are chosen among: no table is wider
+
+// For choosing: room in a stage of the ring that nothing is copied into yet.
+struct ChoiceShared {
+  WarpShared<CHOICES> list;
+  int ids[LIST];
+};
+static_assert(SELECTS % 32 == 0 && SELECTS <= 256 && sizeof(ChoiceShared) <= STAGE_BYTES, "numbers of blocks are bytes");
+
+// What the kernel before this one scored.
+DEVICE const float *scores_of(const Params &p, const Item &item) {
+  return p.score + item.head * p.score_head + item.token * p.score_token;
+}
+#endif
+
+// Entries of a page table row that are fetched before it is known which are needed: one dependent read less. By lane.
+#ifdef SELECTS
+constexpr int NEAR_ENTRIES = CHOICES;
+#else
+constexpr int NEAR_ENTRIES = 8;
+#endif
 
 // What the copying warp knows of an item: everything that decides which tiles are read.
 struct Selection {
@@ -41,11 +61,44 @@ struct Selection {
     largest = -1;
   }
 
+  DEVICE_MEMBER void load(const Params &p, int lane) {
+    load_beside(p, lane, [&] { id = lane < p.topk ? read_global(ids + lane) : -1; });
+  }
+
+#ifdef SELECTS
+  // Chooses the ids, as the selection does (topk_warp.cu), and writes them too if told so.
+  DEVICE_MEMBER void choose(const Params &p, const Item &item, bool writes, u8 *room, int lane) {
+    ChoiceShared &s = *(ChoiceShared *)room;
+    WarpRow<CHOICES> row;
+    load_beside(p, lane, [&] {
+      const float *at = scores_of(p, item) + lane * p.score_block;
+#pragma unroll
+      for (int j = 0; j < CHOICES; j++, at += 32 * p.score_block)
+        row.score[j] = j * 32 + lane < p.table_width ? __int_as_float(read_global((const int *)at)) : 0.f;
+    });
+    const int extent = min((int)(((u32)limit + (BLOCK_KEYS - 1)) / BLOCK_KEYS), p.table_width);
+    const Forced forced(p.sink_blocks, p.local_blocks, p.topk, extent);
+#pragma unroll
+    for (int j = 0; j < CHOICES; j++) {
+      row.block[j] = j * 32 + lane;
+      if (!forced.open(row.block[j])) row.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
+    }
+    row.write_narrowed(forced, s.ids, p.topk, s.list, lane);
+    __syncwarp();
+    id = lane < p.topk ? s.ids[lane] : -1;
+    if (writes && lane < p.topk) const_cast<int *>(ids)[lane] = id;
+#ifdef HAS_CLUSTER
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the copy engine writes there
+#endif
+    __syncwarp();
+  }
+#endif
+
   // Everything whose address is known is asked for at once. What follows the reads is on the way to the first copy: 32 bits
   // where they are enough.
-  DEVICE_MEMBER void load(const Params &p, int lane) {
+  template <typename Ask> DEVICE_MEMBER void load_beside(const Params &p, int lane, Ask ask) {
     const int first = read_global(lengths), from = offset ? read_global(offset) : p.q_offset_int;
-    id = lane < p.topk ? read_global(ids + lane) : -1;
+    ask();
     if (near_table)
 #pragma unroll
       for (int i = 0; i < NEAR_ENTRIES; i++) near[i] = i * 32 + lane < p.table_width ? read_global(table + i * 32 + lane) : -1;

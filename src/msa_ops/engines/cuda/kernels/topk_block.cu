@@ -36,9 +36,9 @@ template <typename L> struct SearchShared {
 
 // For ranking what reaches the floor.
 template <typename L> struct BlockShared : SearchShared<L> {
-  alignas(16) u32 largest[GROUPS];
+  alignas(16) u32 largest[SCORE_GROUPS];
   alignas(16) u64 candidates[CANDIDATES]; // the key above ~block, 0 where there is none: the better, the larger
-  alignas(16) u32 chosen[GROUPS];         // by rank: ~block, or 0
+  alignas(16) u32 chosen[SCORE_GROUPS];   // by rank: ~block, or 0
   u32 floor, count;
 };
 
@@ -108,7 +108,7 @@ template <typename L> struct BlockRow {
   __device__ __forceinline__ bool choose(const Forced &forced, BlockShared<L> &s, u32 &least) {
     const int t = threadIdx.x, lane = t & 31;
     least = 1;
-    if ((u32)forced.wanted - 1 >= GROUPS) return false;
+    if ((u32)forced.wanted - 1 >= SCORE_GROUPS) return false;
     u32 largest = 0;
     for_each(forced, [&](int, u32 key) { largest = max(largest, key); });
     if (largest) atomicMax(&s.largest[lane], largest);
@@ -230,7 +230,7 @@ template <typename L> DEVICE void select_by_lists(const TopkParams &p, ListsShar
   prepare(p, row, s);
   WarpRow<TILES> mine;
   read.load(0, mine.score);
-  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
+  const Forced forced(p.begin, p.end, p.topk, extent_of(p, row)); // read while the scores are under way
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
     mine.block[j] = j * 32 + lane; // of the warp's
@@ -243,7 +243,7 @@ template <typename L> DEVICE void select_by_lists(const TopkParams &p, ListsShar
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
       best.score[w] = s.of_warp[w].score[lane], best.block[w] = w * TILES * 32 + s.of_warp[w].block[lane];
-    best.write_narrowed(p, row, forced, s.best, lane);
+    best.write_narrowed(forced, row.output, p.topk, s.best, lane);
     return;
   }
   u32 index; // read anew, or all that was made of it would have to be kept
@@ -262,18 +262,18 @@ template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShar
   const Row row(p, blockIdx.x);
   BlockRow<L> keys(p, row);
   if (t < CANDIDATES) s.candidates[t] = 0;
-  if (t < GROUPS) s.largest[t] = s.chosen[t] = 0;
+  if (t < SCORE_GROUPS) s.largest[t] = s.chosen[t] = 0;
   if (t == 0) s.count = 0;
   prepare(p, row, s);
   float x[TILES];
   if (L::STAYS) keys.load(0, x);
-  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
+  const Forced forced(p.begin, p.end, p.topk, extent_of(p, row)); // read while the scores are under way
   if (!L::STAYS) keys.tiles = (forced.extent + THREADS - 1) / THREADS;
   if (L::STAYS) keys.make_keys(0, x, forced);
   u32 least;
   if (!keys.choose(forced, s, least)) return select_by_search(p, row, forced, keys, s, least);
   const int found = min(s.count, (u32)forced.wanted);
-  if (t < GROUPS && s.chosen[t]) row.output[forced.begin + (int)count_larger(s.chosen, s.chosen[t])] = ~s.chosen[t];
+  if (t < SCORE_GROUPS && s.chosen[t]) row.output[forced.begin + (int)count_larger(s.chosen, s.chosen[t])] = ~s.chosen[t];
   forced.write_rest(row.output, p.topk, found, t, THREADS);
 }
 
