@@ -83,30 +83,30 @@ def run_attention(
     return wrong
 
 
-def step_plans(kv: KVFormat) -> Iterator[str]:
+def step_plans() -> Iterator[tuple[KVFormat, str]]:
     """One for each kernel that chooses: three items or more, by blocks that serve one each, or several in turn."""
-    tile = 64 if kv in (KVFormat.BF16, KVFormat.FP16) else 128
-    yield from (f"1,4,{tile},3,2,1,5", f"1,4,{tile},3,2,2,0", f"2,4,{tile},5,1,1,5", f"2,4,{tile},5,1,3,0")
-    if tile == 64:
-        yield from ("1,4,128,2,1,2,0", "1,8,64,5,1,4,0")
-    if kv is KVFormat.NVFP4:
-        yield from ("1,4,128,3,3,1,0", "1,4,128,2,4,1,5")
-
-
-def run_steps(formats: list[str] | None) -> int:
-    """0: a wrong step raises. `formats`: of K and V; None: all."""
     for kv in KVFormat:
-        if formats and not any(name.startswith(kv.value) for name in formats):
-            continue
-        for forced in step_plans(kv):
-            os.environ["MSA_OPS_PLAN"] = forced
-            plan.make_plan.cache_clear()
-            for pages in plan.CHOICES:
-                a = make(kv, 3, pages - 7)
-                assert_chosen(a, True, topk=4, sink_blocks=1)
-            a["index_k"].fill_(1.0)  # all scores equal
-            assert_chosen(a, True, topk=4)
-            print(kv.value, forced, flush=True)
+        tile = 64 if kv in (KVFormat.BF16, KVFormat.FP16) else 128
+        forced = [f"1,4,{tile},3,2,1,5", f"1,4,{tile},3,2,2,0", f"2,4,{tile},5,1,1,5", f"2,4,{tile},5,1,3,0"]
+        if tile == 64:
+            forced += ["1,4,128,2,1,2,0", "1,8,64,5,1,4,0"]
+        if kv is KVFormat.NVFP4:
+            forced += ["1,4,128,3,3,1,0", "1,4,128,2,4,1,5"]
+        yield from ((kv, plan_) for plan_ in forced)
+
+
+def run_steps(formats: list[str] | None, first: int, last: int) -> int:
+    """0: a wrong step raises. For the arguments see `run_attention`."""
+    wanted = [(kv, x) for kv, x in step_plans() if not formats or any(name.startswith(kv.value) for name in formats)]
+    for kv, forced in wanted[first:last]:
+        os.environ["MSA_OPS_PLAN"] = forced
+        plan.make_plan.cache_clear()
+        for pages in plan.CHOICES:
+            a = make(kv, 3, pages - 7)
+            assert_chosen(a, True, topk=3, sink_blocks=1)
+        a["index_k"].fill_(1.0)  # all scores equal
+        assert_chosen(a, True, topk=3)
+        print(kv.value, forced, flush=True)
     return 0
 
 
@@ -170,8 +170,8 @@ def main() -> int:
     parser.add_argument(
         "--kv", action="append", choices=formats, help="attention and steps: this format alone; may be repeated"
     )
-    parser.add_argument("--first", type=int, default=0, help="attention: leave out so many calls")
-    parser.add_argument("--last", type=int, default=1000, help="attention: end before this call")
+    parser.add_argument("--first", type=int, default=0, help="leave out so many of these calls")
+    parser.add_argument("--last", type=int, default=1000, help="end before this one of them")
     given = parser.parse_args()
     if given.every_lane:
         source = compiler.source
@@ -184,7 +184,9 @@ def main() -> int:
     if attention:
         wrong = run_attention(device, generator, given.kv, given.first, given.last)
     else:
-        wrong = run_steps(given.kv) if given.what == "steps" else run_selection(device, generator)
+        wrong = (
+            run_steps(given.kv, given.first, given.last) if given.what == "steps" else run_selection(device, generator)
+        )
     torch.cuda.synchronize()
     print(f"done, {wrong} wrong")
     return min(wrong, 1)

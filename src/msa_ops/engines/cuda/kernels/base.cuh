@@ -64,9 +64,9 @@ DEVICE void workers_sync() {
 // Arrivals of a warp at a phase barrier: one lane's for all, behind a `__syncwarp`. compute-sanitizer overlooks that one where the
 // compiler needs no instruction for it; for its sake every lane may arrive for itself (tests/sanitize.py).
 #ifdef EVERY_LANE_ARRIVES
-constexpr int WARP_ARRIVALS = 32;
+constexpr int WARP_ARRIVALS = 32, COPY_ARRIVALS = 32; // the latter beside those that copies need
 #else
-constexpr int WARP_ARRIVALS = 1;
+constexpr int WARP_ARRIVALS = 1, COPY_ARRIVALS = 0;
 #endif
 
 // A place in a ring of `SLOTS`, with the parity of its present round.

@@ -69,7 +69,7 @@ DEVICE void gather_scales(const Params &p, u32 to, const u8 *scales, const TileS
 
 #ifdef HAS_CLUSTER
 // The copy engine's bytes complete a stage; gathered scales are copies of every lane.
-DEVICE int full_arrivals(const Params &p) { return SCALED && scales_gathered(p) ? 33 : 1; }
+DEVICE int full_arrivals(const Params &p) { return (SCALED && scales_gathered(p) ? 33 : 1) + COPY_ARRIVALS; }
 
 DEVICE void copy_box(u32 to, const TensorMap *map, int byte, int row, int head, int page, bool paged, u32 barrier, u64 policy) {
   if (paged)
@@ -199,6 +199,7 @@ DEVICE void copy_tile(const Params &p, const TileSource &tile, int head, u8 *sta
     }
   }
   __syncwarp();
+  if (COPY_ARRIVALS) barrier_arrive(&ring.k_full[slot]), barrier_arrive(&ring.v_full[slot]);
   if (gathered) {
     if (data) gather_scales(p, to + 2 * SIDE_BYTES, p.k_scale, tile, head, lane);
     barrier_arrive_after_copies(&ring.k_full[slot]);

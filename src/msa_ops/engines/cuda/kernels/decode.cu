@@ -89,7 +89,7 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
       wait_for_previous_kernel();
     }
 #ifdef SELECTS
-    if (lane == 0 && unused == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1);
+    if (unused == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1); // by all lanes, which write there
     __syncwarp();
     selection.choose(p, item, rank == 0 && item.row0 == 0, stages + at.slot * STAGE_BYTES, lane);
 #else

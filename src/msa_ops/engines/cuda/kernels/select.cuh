@@ -84,13 +84,13 @@ struct Selection {
       if (!forced.open(row.block[j])) row.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
     }
     row.write_narrowed(forced, s.ids, p.topk, s.list, lane);
-    __syncwarp();
+    warp_sync();
     id = lane < p.topk ? s.ids[lane] : -1;
     if (writes && lane < p.topk) const_cast<int *>(ids)[lane] = id;
 #ifdef HAS_CLUSTER
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the copy engine writes there
 #endif
-    __syncwarp();
+    warp_sync();
   }
 #endif
 
