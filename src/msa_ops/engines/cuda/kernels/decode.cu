@@ -88,12 +88,11 @@ DEVICE void copy_items(const Params &p, Shared &shared_here, u8 *stages_here, u3
       let_next_kernel_start();
       wait_for_previous_kernel();
     }
+    selection.load(p, lane);
 #ifdef SELECTS
     if (unused == 0) barrier_wait(&shared.ring.empty[at.slot], at.parity ^ 1); // by all lanes, which write there
     __syncwarp();
-    selection.choose(p, item, rank == 0 && item.row0 == 0, stages + at.slot * STAGE_BYTES, lane);
-#else
-    selection.load(p, lane);
+    selection.choose(p, rank == 0 && item.row0 == 0, stages + at.slot * STAGE_BYTES, lane);
 #endif
     constexpr int PER_BLOCK = BLOCK_KEYS / TILE;
     int marked = 0;

@@ -41,12 +41,13 @@ template <typename T> DEVICE float count_larger(const T (&list)[SCORE_GROUPS], T
 struct Forced {
   int begin, last, extent, wanted;
 
-  __device__ __forceinline__ Forced(int first_blocks, int last_blocks, int topk, int blocks) {
+  // `p` has `begin` and `end`, the numbers of blocks that are forced, and `topk`.
+  template <typename P> __device__ __forceinline__ Forced(const P &p, int blocks) {
     extent = blocks;
-    begin = min(min(first_blocks, topk), extent);
-    const int end = min(min(last_blocks, topk - begin), extent - begin);
+    begin = min(min(p.begin, p.topk), extent);
+    const int end = min(min(p.end, p.topk - begin), extent - begin);
     last = extent - end;
-    wanted = topk - begin - end;
+    wanted = p.topk - begin - end;
   }
   __device__ __forceinline__ bool open(int block) const { return (u32)(block - begin) < (u32)(last - begin); }
   __device__ __forceinline__ bool holds(int block) const { return block < begin || (block >= last && block < extent); }
@@ -201,13 +202,13 @@ template <int KEYS> struct WarpRow {
     return written;
   }
 
-  // The row's result.
-  template <typename S>
-  __device__ __forceinline__ void write_narrowed(const Forced &forced, int *row, int topk, S &s, int lane) {
+  // The row's result, to `output` of `to`.
+  template <typename P, typename R, typename S>
+  __device__ __forceinline__ void write_narrowed(const P &p, const R &to, const Forced &forced, S &s, int lane) {
     const u32 n = narrow(s, forced.wanted, lane);
-    int *output = row + forced.begin;
+    int *output = to.output + forced.begin;
     const int found = n <= 32 ? write_listed(s, forced.wanted, output, lane) : write_searched(forced.wanted, output, lane);
-    forced.write_rest(row, topk, found, lane, 32);
+    forced.write_rest(to.output, p.topk, found, lane, 32);
   }
 
   static __device__ __forceinline__ u32 count_from(const u32 (&key)[KEYS], u32 least) {

@@ -24,6 +24,12 @@ struct ChoiceShared {
 };
 static_assert(SELECTS % 32 == 0 && SELECTS <= 256 && sizeof(ChoiceShared) <= STAGE_BYTES, "numbers of blocks are bytes");
 
+// What narrow.cuh wants to know.
+struct ChoiceAsked {
+  int begin, end, topk;
+  int *output;
+};
+
 // What the kernel before this one scored.
 DEVICE const float *scores_of(const Params &p, const Item &item) {
   return p.score + item.head * p.score_head + item.token * p.score_token;
@@ -40,6 +46,10 @@ constexpr int NEAR_ENTRIES = 8;
 // What the copying warp knows of an item: everything that decides which tiles are read.
 struct Selection {
   const int *lengths, *ids, *table, *offset; // this item's
+#ifdef SELECTS
+  const float *scores;
+  WarpRow<CHOICES> row;
+#endif
   int query;              // place of the token among its request's
   int id;                 // this lane's id of the first LIST
   int near[NEAR_ENTRIES]; // entries i * 32 + lane of the table row
@@ -53,6 +63,9 @@ struct Selection {
     lengths = p.lengths + item.request * p.lengths_step;
     ids = p.ids + item.head * p.ids_head + item.token * p.ids_token;
     table = p.table + item.request * p.table_row;
+#ifdef SELECTS
+    scores = scores_of(p, item);
+#endif
     paged = p.paged;
     offset = p.q_offset ? p.q_offset + item.request * p.q_offset_step : nullptr;
     query = p.seqlen_q.remainder(item.token);
@@ -61,44 +74,18 @@ struct Selection {
     largest = -1;
   }
 
-  DEVICE_MEMBER void load(const Params &p, int lane) {
-    load_beside(p, lane, [&] { id = lane < p.topk ? read_global(ids + lane) : -1; });
-  }
-
-#ifdef SELECTS
-  // Chooses the ids, as the selection does (topk_warp.cu), and writes them too if told so.
-  DEVICE_MEMBER void choose(const Params &p, const Item &item, bool writes, u8 *room, int lane) {
-    ChoiceShared &s = *(ChoiceShared *)room;
-    WarpRow<CHOICES> row;
-    load_beside(p, lane, [&] {
-      const float *at = scores_of(p, item) + lane * p.score_block;
-#pragma unroll
-      for (int j = 0; j < CHOICES; j++, at += 32 * p.score_block)
-        row.score[j] = j * 32 + lane < p.table_width ? __int_as_float(read_global((const int *)at)) : 0.f;
-    });
-    const int extent = min((int)(((u32)limit + (BLOCK_KEYS - 1)) / BLOCK_KEYS), p.table_width);
-    const Forced forced(p.sink_blocks, p.local_blocks, p.topk, extent);
-#pragma unroll
-    for (int j = 0; j < CHOICES; j++) {
-      row.block[j] = j * 32 + lane;
-      if (!forced.open(row.block[j])) row.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
-    }
-    row.write_narrowed(forced, s.ids, p.topk, s.list, lane);
-    warp_sync();
-    id = lane < p.topk ? s.ids[lane] : -1;
-    if (writes && lane < p.topk) const_cast<int *>(ids)[lane] = id;
-#ifdef HAS_CLUSTER
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the copy engine writes there
-#endif
-    warp_sync();
-  }
-#endif
-
   // Everything whose address is known is asked for at once. What follows the reads is on the way to the first copy: 32 bits
   // where they are enough.
-  template <typename Ask> DEVICE_MEMBER void load_beside(const Params &p, int lane, Ask ask) {
+  DEVICE_MEMBER void load(const Params &p, int lane) {
     const int first = read_global(lengths), from = offset ? read_global(offset) : p.q_offset_int;
-    ask();
+#ifdef SELECTS
+    const float *at = scores + lane * p.score_block;
+#pragma unroll
+    for (int j = 0; j < CHOICES; j++, at += 32 * p.score_block)
+      row.score[j] = j * 32 + lane < p.table_width ? __int_as_float(read_global((const int *)at)) : 0.f;
+#else
+    id = lane < p.topk ? read_global(ids + lane) : -1;
+#endif
     if (near_table)
 #pragma unroll
       for (int i = 0; i < NEAR_ENTRIES; i++) near[i] = i * 32 + lane < p.table_width ? read_global(table + i * 32 + lane) : -1;
@@ -111,6 +98,28 @@ struct Selection {
     const i64 end = offset || p.has_q_offset_int ? (i64)from + query + 1 : (i64)length - (int)p.seqlen_q.value + query + 1;
     limit = p.causal ? (int)max(min((i64)length, end), 0LL) : length;
   }
+
+#ifdef SELECTS
+  // Behind `load`: chooses the ids, as the selection does (topk_warp.cu), and writes them too if told so.
+  DEVICE_MEMBER void choose(const Params &p, bool writes, u8 *room, int lane) {
+    ChoiceShared &s = *(ChoiceShared *)room;
+    const ChoiceAsked asked = {p.sink_blocks, p.local_blocks, p.topk, s.ids};
+    const Forced forced(asked, min((int)(((u32)limit + (BLOCK_KEYS - 1)) / BLOCK_KEYS), p.table_width));
+#pragma unroll
+    for (int j = 0; j < CHOICES; j++) {
+      row.block[j] = j * 32 + lane;
+      if (!forced.open(row.block[j])) row.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
+    }
+    row.write_narrowed(asked, asked, forced, s.list, lane);
+    warp_sync();
+    id = lane < p.topk ? s.ids[lane] : -1;
+    if (writes && lane < p.topk) const_cast<int *>(ids)[lane] = id;
+#ifdef HAS_CLUSTER
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); // before the copy engine writes there
+#endif
+    warp_sync();
+  }
+#endif
 
   DEVICE_MEMBER int page(int block, bool valid) const {
     if (!near_table) return valid ? read_global(table + block) : -1;

@@ -230,7 +230,7 @@ template <typename L> DEVICE void select_by_lists(const TopkParams &p, ListsShar
   prepare(p, row, s);
   WarpRow<TILES> mine;
   read.load(0, mine.score);
-  const Forced forced(p.begin, p.end, p.topk, extent_of(p, row)); // read while the scores are under way
+  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
 #pragma unroll
   for (int j = 0; j < TILES; j++) {
     mine.block[j] = j * 32 + lane; // of the warp's
@@ -243,7 +243,7 @@ template <typename L> DEVICE void select_by_lists(const TopkParams &p, ListsShar
 #pragma unroll
     for (int w = 0; w < WARPS; w++)
       best.score[w] = s.of_warp[w].score[lane], best.block[w] = w * TILES * 32 + s.of_warp[w].block[lane];
-    best.write_narrowed(forced, row.output, p.topk, s.best, lane);
+    best.write_narrowed(p, row, forced, s.best, lane);
     return;
   }
   u32 index; // read anew, or all that was made of it would have to be kept
@@ -267,7 +267,7 @@ template <typename L> DEVICE void select_by_block(const TopkParams &p, BlockShar
   prepare(p, row, s);
   float x[TILES];
   if (L::STAYS) keys.load(0, x);
-  const Forced forced(p.begin, p.end, p.topk, extent_of(p, row)); // read while the scores are under way
+  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
   if (!L::STAYS) keys.tiles = (forced.extent + THREADS - 1) / THREADS;
   if (L::STAYS) keys.make_keys(0, x, forced);
   u32 least;

@@ -40,7 +40,7 @@ DEVICE void select_by_cluster(const TopkParams &p, ClusterShared &s) {
   const float *at = row.score + (first + Part::block(0)) * p.score_block;
 #pragma unroll
   for (int j = 0; j < Part::TILES; j++, at += 32 * p.score_block) mine.score[j] = first + Part::block(j) < p.blocks ? *at : 0.f;
-  const Forced forced(p.begin, p.end, p.topk, extent_of(p, row)); // read while the scores are under way
+  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
 #pragma unroll
   for (int j = 0; j < Part::TILES; j++) {
     mine.block[j] = j * 32 + lane; // of the warp's
@@ -74,7 +74,7 @@ DEVICE void select_by_cluster(const TopkParams &p, ClusterShared &s) {
         over |= best.block[i] < 0;
       }
       over = __any_sync(ALL_LANES, over);
-      if (!over) best.write_narrowed(forced, row.output, p.topk, s.best, lane);
+      if (!over) best.write_narrowed(p, row, forced, s.best, lane);
     }
   }
   if (rank > 0 || !__syncthreads_or(over)) return;

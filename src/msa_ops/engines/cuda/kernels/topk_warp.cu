@@ -2,13 +2,13 @@
 
 template <int KEYS> DEVICE void select_by_warp(const TopkParams &p, const Row &row, WarpRow<KEYS> &keys, WarpShared<KEYS> &s) {
   const int lane = threadIdx.x & 31;
-  const Forced forced(p.begin, p.end, p.topk, extent_of(p, row)); // read while the scores are under way
+  const Forced forced(p, extent_of(p, row)); // read while the scores are under way
 #pragma unroll
   for (int j = 0; j < KEYS; j++) {
     keys.block[j] = j * 32 + lane;
     if (!forced.open(keys.block[j])) keys.score[j] = __uint_as_float(MINUS_INFINITY_BITS);
   }
-  keys.write_narrowed(forced, row.output, p.topk, s, lane);
+  keys.write_narrowed(p, row, forced, s, lane);
 }
 
 constexpr int ROWS = 4; // a thread block's
