@@ -87,7 +87,8 @@ def step_plans() -> Iterator[tuple[KVFormat, str]]:
     """One for each kernel that chooses: three items or more, by blocks that serve one each, or several in turn."""
     for kv in KVFormat:
         tile = 64 if kv in (KVFormat.BF16, KVFormat.FP16) else 128
-        forced = [f"1,4,{tile},3,2,1,5", f"1,4,{tile},3,2,2,0", f"2,4,{tile},5,1,1,5", f"2,4,{tile},5,1,3,0"]
+        three = 2 if kv is KVFormat.NVFP4 else 3  # NVFP4 in clusters of three chooses among short rows alone
+        forced = [f"1,4,{tile},3,2,1,5", f"1,4,{tile},3,2,2,0", f"2,4,{tile},5,1,1,5", f"2,4,{tile},5,1,{three},0"]
         if tile == 64:
             forced += ["1,4,128,2,1,2,0", "1,8,64,5,1,4,0"]
         if kv is KVFormat.NVFP4:

@@ -458,7 +458,7 @@ def test_where_blocks_read_early(kv_format: KVFormat, early: set[int]) -> None:
         (KVFormat.FP8, 1, 1, 128), (KVFormat.FP8, 1, 128, 128), (KVFormat.FP8, 1, 129, 256), (KVFormat.FP8, 64, 256, 256),
         (KVFormat.FP8, 1, 257, None), (KVFormat.BF16, 4, 64, 128), (KVFormat.FP16, 16, 200, 256),
         (KVFormat.BF16, 8, 64, None), (KVFormat.FP16, 8, 200, None),  # clusters of two with a deeper ring
-        (KVFormat.NVFP4, 4, 256, 256), (KVFormat.NVFP4, 8, 128, 128), (KVFormat.NVFP4, 8, 129, None),  # clusters of four
+        (KVFormat.NVFP4, 4, 256, 256), (KVFormat.NVFP4, 8, 128, 128),
         (KVFormat.NVFP4, 64, 64, 128), (KVFormat.NVFP4, 6, 256, 256),
     ],
 )  # fmt: skip
@@ -475,6 +475,15 @@ def test_where_the_attention_of_a_step_chooses(kv_format: KVFormat, tokens: int,
         other = DeviceFacts.of_capability(capability)
         taken = plan.plan_for(s, other, lambda v, f=other: typical_room(f, v))
         assert plan.choosing_plan(taken, s, other, pages) is None
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.FP8, KVFormat.NVFP4])
+def test_nvfp4_in_clusters_of_three_chooses_among_short_rows_alone(kv_format: KVFormat) -> None:
+    facts, s = DeviceFacts.of_capability((9, 0)), shape(kv_format, 9)
+    three = dataclasses.replace(h200_plan(s), splits=3, blocks=108)
+    assert three.variant == plan.wide_variant(kv_format, facts)
+    found = [plan.choosing_plan(three, s, facts, pages) for pages in (128, 129)]
+    assert [p and p.variant.selects for p in found] == [128, 256 if kv_format is KVFormat.FP8 else None]
 
 
 def test_candidates_are_for_free_calls_of_few_items() -> None:
