@@ -124,7 +124,7 @@ def two_threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, FP8, torch.uint8], ids=["bf16", "fp8", "nvfp4"])
-@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize("group", [1, 4, 5, 16])
 def test_bits_of_a_request_depend_on_nothing_else(dtype: torch.dtype, group: int, two_threads: None) -> None:
     lengths = [1, 3, 77, 130, 259, 1001, 1001, 2047, 2048, 2048, 2048, 3001]
     (q, k, v, ids), kwargs = _call(lengths, topk=17, group=group, dtype=dtype)

@@ -192,8 +192,9 @@ def test_the_source_needs_no_header() -> None:
 _C_SIZES = {"u32": 4, "int": 4, "float": 4, "u64": 8, "i64": 8}
 
 
-def c_layout(source: str, name: str) -> tuple[list[tuple[str, int, int]], int]:
-    """Fields of a struct as (name, offset, size), and its size, by C's rules."""
+def c_layout(source: str, name: str, chooses: bool = False) -> tuple[list[tuple[str, int, int]], int]:
+    """Fields of a struct as (name, offset, size), and its size, by C's rules. `chooses`: in an attention that does."""
+    source = re.sub(r"#ifdef SELECTS\n(.*?)#endif\n", r"\1" if chooses else "", source, flags=re.DOTALL)
     match = re.search(rf"struct (?:alignas\((\d+)\) )?{name} {{(.*?)\n}};", source, re.DOTALL)
     assert match, name
     body = re.sub(r"//[^\n]*", "", match[2])
@@ -226,8 +227,7 @@ def c_size(source: str, kind: str) -> tuple[int, int]:
 def test_the_parameter_block_is_the_struct_of_the_kernel(chooses: bool) -> None:
     """Every value that launch.py packs lies where the kernel reads it."""
     source = compiler.source(("common.cuh", "params.cuh"))
-    source = re.sub(r"#ifdef SELECTS\n(.*?)#endif\n", r"\1" if chooses else "", source, flags=re.DOTALL)
-    fields, size = c_layout(source, "Params")
+    fields, size = c_layout(source, "Params", chooses)
     assert size == (launch.PARAMETER_BYTES if chooses else launch._PARAMS.size)
     flat = []
     for name, offset, length in fields:
