@@ -62,7 +62,7 @@ class FakeGPU:
     def cuLaunchKernelEx(self, config: Any, kernel: Any, arguments: int, extra: int) -> tuple[Any]:
         block, rows = (ctypes.c_void_p * 2).from_address(arguments)
         assert block and rows and extra == 0
-        content = ctypes.string_at(block, launch._PARAMS.size)
+        content = ctypes.string_at(block, launch.PARAMETER_BYTES if kernel[0].selects else launch._PARAMS.size)
         merged = ctypes.c_longlong.from_address(rows).value
         self.launches.append(Launch(kernel, config, content, merged, block, self.current_device))
         return (self.error,)

@@ -147,6 +147,31 @@ def test_the_kernel_is_told_whether_to_read_early(gpu: FakeGPU) -> None:
             assert {struct.unpack_from("i", done.block, at) for done in gpu.launches} == {(early,)}
 
 
+@pytest.mark.parametrize("pages, kernel", [(7, "c128"), (200, "c256"), (257, None)])
+def test_what_an_attention_that_chooses_is_handed(gpu: FakeGPU, pages: int, kernel: str | None) -> None:
+    """All that any attention is, and behind it where the scores lie and how many blocks are forced."""
+    bound = signature(msa_sparse_decode_attention).bind(**call_of(PAGED))
+    bound.apply_defaults()
+    problem = contract.check(DecodeCall(**bound.arguments))
+    tokens, heads = problem.tokens, problem.num_kv_heads
+    scores = torch.zeros(heads, tokens + 3, pages)[:, 3:].transpose(1, 2)
+    out = torch.empty_like(problem.q, dtype=problem.out_dtype)
+    assert launch.run(problem, out, None)
+    (plain,) = gpu.launches
+    chose = launch.run(problem, out, None, launch.Choice(scores, 3, 2**31 - 1))
+    assert chose == (kernel is not None) == (len(gpu.launches) == 2)
+    if kernel is not None:
+        done = gpu.launches[-1]
+        assert done.kernel[0].name == plain.kernel[0].name + kernel and done.config == plain.config
+        assert done.block[: len(plain.block)] == plain.block
+        told = struct.unpack_from("Q3q2i", done.block, len(plain.block))
+        assert told == (scores.data_ptr(), (tokens + 3) * pages, 1, pages, 3, 2**31 - 1)
+    gpu.facts = AMPERE
+    launch._state.facts[None] = AMPERE  # type: ignore[index]
+    before = len(gpu.launches)
+    assert not launch.run(problem, out, None, launch.Choice(scores, 0, 1)) and len(gpu.launches) == before
+
+
 # --- what the long way reads ---
 
 
