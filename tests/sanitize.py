@@ -99,6 +99,8 @@ def step_plans() -> Iterator[tuple[KVFormat, str]]:
 def run_steps(formats: list[str] | None, first: int, last: int) -> int:
     """0: a wrong step raises. For the arguments see `run_attention`."""
     wanted = [(kv, x) for kv, x in step_plans() if not formats or any(name.startswith(kv.value) for name in formats)]
+    if not wanted[first:last]:
+        raise SystemExit("no such call")
     for kv, forced in wanted[first:last]:
         os.environ["MSA_OPS_PLAN"] = forced
         plan.make_plan.cache_clear()
@@ -180,6 +182,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("needs an NVIDIA GPU, and torch sees none here")
     device = torch.device("cuda", torch.cuda.current_device())
+    if given.what == "steps" and torch.cuda.get_device_capability() != (9, 0):
+        parser.error("no attention chooses but on compute capability 9.0")
     generator = torch.Generator(device).manual_seed(3)
     attention = given.what == "attention"
     if attention:

@@ -52,7 +52,9 @@ def make(kv: KVFormat, batch: int, pages: int, *, group: int = 4, seqlen_q: int 
     return found
 
 
-def assert_chosen(a: dict[str, Any], chooses: bool, *, tokens_innermost: bool = False, **keywords: Any) -> Tensor:
+def assert_chosen(
+    a: dict[str, Any], chooses: bool, *, tokens_innermost: bool = False, ids_by_head: bool = False, **keywords: Any
+) -> Tensor:
     """Run a step; its results are those of the separate calls on its scores, and the attention chose, or did not. Returns the
     ids."""
     tokens, pages = a["q"].shape[0], a["page_table"].shape[1]
@@ -60,7 +62,8 @@ def assert_chosen(a: dict[str, Any], chooses: bool, *, tokens_innermost: bool = 
     score = torch.full((HEADS, pages, tokens), math.nan, device="cuda")
     if not tokens_innermost:
         score = torch.full((HEADS, tokens, pages), math.nan, device="cuda").transpose(1, 2)
-    ids = torch.full((tokens, HEADS, topk_), -7, dtype=torch.int32, device="cuda")
+    buffer = torch.full((HEADS, tokens, topk_ + 5) if ids_by_head else (tokens, HEADS, topk_), -7, device="cuda").int()
+    ids = buffer[..., 3 : topk_ + 3].transpose(0, 1) if ids_by_head else buffer
     before = topk.calls.total()
     result = msa_decode_step(**a, **keywords, return_softmax_lse=True, q2k_out=ids, score_out=score)
     assert (topk.calls.total() == before) == chooses
@@ -70,6 +73,8 @@ def assert_chosen(a: dict[str, Any], chooses: bool, *, tokens_innermost: bool = 
     extent = ((seen.flatten() + 127) // 128).int()
     want = msa_topk_select(score, topk_, extent, None, keywords.get("sink_blocks", 0), keywords.get("local_blocks", 1))
     assert torch.equal(ids, want)
+    if ids_by_head:
+        assert bool((buffer[..., :3] == -7).all()) and bool((buffer[..., topk_ + 3 :] == -7).all())
     skipped = ("index_q", "index_k")
     attention = {name: value for name, value in a.items() if name not in skipped}
     attention |= {name: keywords[name] for name in ("q_offset", "force_fused") if name in keywords}
@@ -78,6 +83,11 @@ def assert_chosen(a: dict[str, Any], chooses: bool, *, tokens_innermost: bool = 
     )  # fmt: skip
     assert_same_bits(result, separate)
     return ids
+
+
+def on_hopper() -> bool:
+    """Whether this is where attention chooses at all."""
+    return torch.cuda.get_device_capability() == (9, 0)
 
 
 def expected_to_choose(
@@ -126,6 +136,7 @@ def test_the_ways_of_a_call(kv: KVFormat, pages: int) -> None:
     for sinks, local in ((0, 0), (3, 0), (2, 2), (9, 9), (40, 40), (2**31 - 1, 2**31 - 1)):
         assert_chosen(a, chooses, sink_blocks=sinks, local_blocks=local)
     assert_chosen(a, chooses, tokens_innermost=True)
+    assert_chosen(a, chooses, ids_by_head=True)
     tokens = make(kv, 5, pages, seqlen_q=4)
     assert_chosen(tokens, expected_to_choose(kv, 5, pages, seqlen_q=4))
     offset = torch.tensor([5, -3, 900, 128 * pages, 127], dtype=torch.int32, device="cuda")
@@ -133,16 +144,18 @@ def test_the_ways_of_a_call(kv: KVFormat, pages: int) -> None:
     tall = make(kv, 5, pages, group=40)
     assert_chosen(tall, expected_to_choose(kv, 5, pages, group=40))
     for fused in (True, False):
-        assert_chosen(a, True, force_fused=fused)
+        assert_chosen(a, on_hopper(), force_fused=fused)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("route", ["none", "cluster", "scratch"])
 @pytest.mark.parametrize("kv", KVFormat, ids=lambda kv: kv.value)
 def test_routes(kv: KVFormat, route: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if route == "cluster" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs thread-block clusters")
     monkeypatch.setenv("MSA_OPS_COMBINE", route)
     for pages in (100, 200):
-        assert_chosen(make(kv, 6, pages), True)
+        assert_chosen(make(kv, 6, pages), on_hopper())
 
 
 @pytest.mark.gpu
@@ -157,7 +170,7 @@ def test_equal_scores_and_scores_that_are_none(pages: int) -> None:
             0, levels, (POOL, 1, 1, 1), device="cuda", generator=torch.Generator("cuda").manual_seed(levels)
         )
         a["index_k"].copy_(steps.float().expand(a["index_k"].shape))
-        ids = assert_chosen(a, True, sink_blocks=1)
+        ids = assert_chosen(a, on_hopper(), sink_blocks=1)
         if levels == 1:
             assert ids[0, 0].tolist() == [*range(15), pages - 1]
     a = make(KVFormat.BF16, 6, pages)
@@ -165,9 +178,9 @@ def test_equal_scores_and_scores_that_are_none(pages: int) -> None:
     for value in (math.nan, -math.inf, math.inf):
         a["index_k"][::2] = value
         a["index_q"].abs_()
-        assert_chosen(a, True)
+        assert_chosen(a, on_hopper())
     a["index_k"].fill_(math.nan)
-    ids = assert_chosen(a, True, sink_blocks=2)
+    ids = assert_chosen(a, on_hopper(), sink_blocks=2)
     assert ids[0, 0].tolist() == [0, 1, pages - 1, *[-1] * 13]
 
 
@@ -176,7 +189,7 @@ def test_equal_scores_and_scores_that_are_none(pages: int) -> None:
 def test_many_items_a_block_in_turn(kv: KVFormat) -> None:
     """A block chooses for its next item in a stage of the ring that was in use."""
     for seed in range(3):
-        assert_chosen(make(kv, 300, 200, seed=seed), True)
+        assert_chosen(make(kv, 300, 200, seed=seed), on_hopper())
 
 
 @pytest.mark.gpu
@@ -189,8 +202,10 @@ def test_a_step_is_two_launches_where_the_attention_chooses() -> None:
             msa_decode_step(**a)
             torch.cuda.synchronize()
         on_device = [e for e in profile.key_averages() if e.device_type == torch.autograd.DeviceType.CUDA]
-        kernels = [e.key for e in on_device for _ in range(e.count) if e.key.startswith("msa_")]
+        kernels = [e.key for e in on_device for _ in range(e.count) if e.key != "Activity Buffer Request"]
         if not kernels:
             pytest.skip("the profiler sees no kernels here")
-        if torch.cuda.get_device_capability() == (9, 0):
+        if on_hopper():
             assert len(kernels) == wanted, kernels
+        else:
+            assert len(kernels) in (3, 4), kernels  # with the scratch route's merging one

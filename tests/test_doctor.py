@@ -166,9 +166,7 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
         for way in selftest.ways(route, facts):
             size = selftest._size(way, facts)
             if selftest.is_step(way):
-                tested |= {
-                    v for v in selftest._choosing(route, facts).values() if v.name in selftest.variants(route, facts)
-                }
+                tested |= chosen_in_a_step(route, way, facts)
                 continue
             tokens = len(size.lengths) * size.seqlen_q
             special = selftest._special(route, facts).get(way)
@@ -182,6 +180,20 @@ def test_every_way_of_a_gpu_is_taken_by_its_problem(capability: tuple[int, int],
     usual = {plan.choose_variant(kv, facts) for kv in KVFormat}
     built = plan.variants_for(facts, tuple(KVFormat))
     assert tested == {v for v in built if not v.selects or dataclasses.replace(v, selects=0) in usual}
+
+
+def chosen_in_a_step(route: Route, way: str, facts: plan.DeviceFacts) -> set[plan.Variant]:
+    """The kernel that chooses in this way of a step; none where a selection goes before."""
+    size, pages = selftest._STEPS, int(way.partition("-")[2] or plan.CHOICES[-1] + 1)
+    shape = plan.Shape(route.kv, len(size.lengths) * size.seqlen_q, size.kv_heads, size.group, size.topk)
+    taken = plan.plan_for(shape, facts, functools.partial(plan.typical_room, facts))
+    chosen = plan.choosing_plan(taken, shape, facts, pages)
+    if way == "step":
+        assert chosen is None
+        return set()
+    assert chosen is not None and chosen.variant == selftest._choosing(route, facts)[way]
+    assert chosen.variant.name in selftest.variants(route, facts)
+    return {chosen.variant}
 
 
 def test_the_problem_of_the_wide_kernel_is_right_on_the_cpu() -> None:

@@ -398,7 +398,7 @@ def test_steps_in_a_row_wait_for_each_other() -> None:
 
 
 @pytest.mark.gpu
-def test_a_step_is_three_launches() -> None:
+def test_a_step_is_at_most_three_launches() -> None:
     a = make((2000, 1500), topk=16, device="cuda")
     results = outputs_of(a)
     msa_decode_step(**a, **results, return_softmax_lse=True)

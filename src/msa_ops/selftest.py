@@ -193,7 +193,8 @@ class _Size:
 _SMALL = _Size((300, 70), 2, 2, 3)
 
 
-_STEPS = _Size((1100, 70), 2, 2, 3, topk=6)
+_STEPS = _Size((1100, 70, 300), 1, 2, 3, topk=6)
+"""Few items, and a top-k that is no size of a cluster: the usual kernel's."""
 
 
 def _size(way: str, facts: DeviceFacts | None) -> _Size:
@@ -416,8 +417,8 @@ def _special_variants(route: Route, way: str, device: str) -> set[str]:
 
 @contextlib.contextmanager
 def _forced(combine: str | None) -> Iterator[None]:
-    """MSA_OPS_COMBINE as asked for and no MSA_OPS_PLAN, for the time of a call."""
-    names = ("MSA_OPS_COMBINE", "MSA_OPS_PLAN")
+    """MSA_OPS_COMBINE as asked for, no MSA_OPS_PLAN and no MSA_OPS_CHECK, for the time of a call."""
+    names = ("MSA_OPS_COMBINE", "MSA_OPS_PLAN", "MSA_OPS_CHECK")
     before = {name: os.environ.pop(name) for name in names if name in os.environ}
     try:
         if combine is not None:

@@ -91,10 +91,10 @@ def msa_decode_step(
         TypeError, ValueError: an argument is not of this form; raised before anything runs, with the argument's name.
         RuntimeError: the GPU or its compiler package is missing or unsupported.
 
-    On CUDA these are three kernels, or two where the attention chooses its blocks itself: on compute capability 9.0, for page
-    tables of up to 256 columns and up to 32 ids. (One more where the attention's scratch route merges.) The host does nothing
-    between them. With all destinations given nothing is allocated, and after one eager call of the same shapes a step may
-    be captured in a CUDA graph; lengths, tables and every tensor's content may change between replays.
+    On CUDA these are three kernels, or two where the attention chooses its blocks itself: on compute capability 9.0, as a rule
+    for page tables of up to 256 columns and up to 32 ids. (One more where the attention's scratch route merges.) The host
+    does nothing between them. With all destinations given nothing is allocated, and after one eager call of the same shapes
+    a step may be captured in a CUDA graph; lengths, tables and every tensor's content may change between replays.
     """
     _check_index(q, k, index_q, index_k, page_table, seqused_k)
     for name, value, least, most in (

@@ -317,7 +317,8 @@ def choosing_plan(plan: LaunchPlan, shape: Shape, facts: DeviceFacts, pages: int
     if variant is None or shape.topk > _MOST_CHOSEN:
         return None
     # NVFP4 in clusters of three: 2 to 4% slower with rows of 256.
-    if shape.kv_format is KVFormat.NVFP4 and variant.selects == CHOICES[1] and plan.splits in _WIDE_SIZES:
+    three = plan.combine is Combine.CLUSTER and plan.splits in _WIDE_SIZES
+    if three and shape.kv_format is KVFormat.NVFP4 and variant.selects == CHOICES[1]:
         return None
     return replace(plan, variant=variant)
 

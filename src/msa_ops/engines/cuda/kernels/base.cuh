@@ -7,6 +7,7 @@
 //   TILE        keys of a tile (128 or 64)
 //   STAGES      tiles in the copy ring
 //   MIN_BLOCKS  blocks per multiprocessor that the registers must allow
+//   SELECTS     if set: ids are chosen here, by scores, among up to so many blocks (128 or 256)
 constexpr int HEAD_DIM = 128;
 constexpr int BLOCK_KEYS = 128; // keys of a selectable block, and tokens of a page
 constexpr int ROWS = 16;        // query heads of a row tile: the M of mma.m16n8k16

@@ -2,7 +2,7 @@
 // `splits` blocks an item, block `rank` takes tiles rank, rank + splits, ... of the selected blocks' keys. A grid smaller than
 // the work makes each block go through several items.
 //
-// One warp copies: it turns ids into tiles, and keeps the ring of STAGES tiles filled, across the borders of items. The others
+// One warp copies: it turns ids, which it may have to choose first, into tiles, and keeps the ring of STAGES tiles filled, across the borders of items. The others
 // compute, in GROUPS groups that take tiles in turn, each with a softmax and an output of its own. Partial results, of groups
 // and of a cluster's blocks alike, meet in shared memory, each row in the block that owns it; splits beyond a cluster meet in
 // device memory (scratch), where a second kernel merges them.
