@@ -189,7 +189,7 @@ def test_equal_scores_and_scores_that_are_none(pages: int) -> None:
 def test_many_items_a_block_in_turn(kv: KVFormat) -> None:
     """A block chooses for its next item in a stage of the ring that was in use."""
     for seed in range(3):
-        assert_chosen(make(kv, 300, 200, seed=seed), on_hopper())
+        assert_chosen(make(kv, 300, 200, seed=seed), on_hopper(), force_fused=True)
 
 
 @pytest.mark.gpu

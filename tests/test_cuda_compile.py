@@ -281,13 +281,15 @@ def test_what_a_clusters_blocks_receive_has_room(name: str, size: int) -> None:
         compiler.compile_program(variant, "sm_90a")
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_the_form_for_racecheck_compiles(arch: str) -> None:
+@pytest.mark.parametrize("arch, at", [("sm_80", 0), ("sm_90a", 0), ("sm_90a", -1)], ids=str)
+def test_the_form_for_racecheck_compiles(arch: str, at: int) -> None:
     """tests/sanitize.py --every-lane."""
     with pytest.MonkeyPatch.context() as patch:
         checked = f"#define EVERY_LANE_ARRIVES\n{compiler.source(plan.SOURCES)}\nstatic_assert(WARP_ARRIVALS == 32);"
         patch.setattr(compiler, "source", lambda _: checked)
-        compiler.compile_program(plan.variants((9, 0))[0], arch)
+        variant = plan.variants((9, 0))[at]
+        assert bool(variant.selects) == (at == -1)
+        compiler.compile_program(variant, arch)
 
 
 @pytest.mark.parametrize(

@@ -148,8 +148,15 @@ def _choose_and_attend(
     problem: DecodeProblem, out: Tensor, lse: Tensor | None, scores: Tensor, sink_blocks: int, local_blocks: int
 ) -> bool:
     """Both by one kernel, where that is faster; else False, and nothing is done."""
-    q = problem.q
-    if not q.is_cuda or torch.compiler.is_compiling() or type(q) not in _PLAIN_TENSORS:
+    p = problem
+    if not p.q.is_cuda or torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack():
+        return False
+    # What torch would hand to Python goes through the op.
+    given = (
+        p.q, p.k, p.v, p.q2k_indices, p.page_table, p.seqused_k, p.k_scale, p.v_scale, p.k_global_scale, p.v_global_scale,
+        p.q_offset, p.workspace, scores, out, lse,
+    )  # fmt: skip
+    if any(t is not None and type(t) not in _PLAIN_TENSORS for t in given):
         return False
     from .engines import cuda
 

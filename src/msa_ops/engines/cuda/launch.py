@@ -33,6 +33,7 @@ from .plan import (
     Shape,
     Variant,
     choosing_plan,
+    may_choose,
     plan_for,
     scratch_elements,
     variants_for,
@@ -51,7 +52,7 @@ before the strides."""
 _CHOICE = struct.Struct("Q3q2i")
 """What a kernel that chooses its blocks has behind these."""
 PARAMETER_BYTES = -(-(_PARAMS.size + _CHOICE.size) // 64) * 64
-"""Of such a kernel, to their alignment."""
+"""Size of such a kernel's parameter block, up to its alignment."""
 _QUERY_TYPE = {torch.bfloat16: 0, torch.float16: 1, FP8: 2}
 _PARTIAL_TYPE = {None: 0, torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, FP8: 3}
 _PARTIAL_DTYPE = (torch.float32, torch.bfloat16, torch.float16, FP8)
@@ -269,7 +270,7 @@ def scratch_layout(problem: DecodeProblem, plan: LaunchPlan, shape: Shape) -> tu
 
 
 class Choice(NamedTuple):
-    """What an attention chooses its blocks by that writes the problem's ids in place of reading them: scores
+    """What an attention chooses its blocks by, where it writes the problem's ids and does not read them: scores
     ``(heads, pages, tokens)``, as `msa_proxy_score` returns them for all pages of the table, and forced blocks."""
 
     scores: Tensor
@@ -291,6 +292,8 @@ def run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, choice: Choice 
 
 def _run(problem: DecodeProblem, out: Tensor, lse: Tensor | None, choice: Choice | None, index: int) -> bool:
     launcher = _launcher()  # first: it gives the thread a context
+    if choice is not None and not may_choose(device_facts(index), problem.topk, choice.scores.shape[1]):
+        return False
     shape = shape_of(problem)
     plan = _plan(problem, shape)
     if choice is not None:

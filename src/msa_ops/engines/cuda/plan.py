@@ -301,20 +301,24 @@ def _dense_variant(shape: Shape, facts: DeviceFacts) -> Variant | None:
     return next(iter(roomy), found[-1] if found else None)
 
 
+def may_choose(facts: DeviceFacts, topk: int, pages: int) -> bool:
+    """Whether some call with so many ids and pages has an attention that chooses its blocks itself."""
+    return facts.capability == (9, 0) and topk <= _MOST_CHOSEN and pages <= CHOICES[-1]
+
+
 def choosing_variant(variant: Variant, facts: DeviceFacts, pages: int) -> Variant | None:
     """This variant as one that chooses blocks among `pages` itself, or None where a selection before it is as fast or nothing
     was measured."""
-    most = next((most for most in CHOICES if pages <= most), None)
-    if most is None or facts.capability != (9, 0) or variant == cluster_variants(variant.kv_format, facts).get("deep"):
+    if not may_choose(facts, 1, pages) or variant == cluster_variants(variant.kv_format, facts).get("deep"):
         return None
-    return replace(variant, selects=most)
+    return replace(variant, selects=next(most for most in CHOICES if pages <= most))
 
 
 def choosing_plan(plan: LaunchPlan, shape: Shape, facts: DeviceFacts, pages: int) -> LaunchPlan | None:
     """The plan of a step's attention that chooses its blocks itself, given the one of an attention that does not; None where
     the selection is a kernel of its own."""
     variant = choosing_variant(plan.variant, facts, pages)
-    if variant is None or shape.topk > _MOST_CHOSEN:
+    if variant is None or not may_choose(facts, shape.topk, pages):
         return None
     # NVFP4 in clusters of three: 2 to 4% slower with rows of 256.
     three = plan.combine is Combine.CLUSTER and plan.splits in _WIDE_SIZES

@@ -1,4 +1,4 @@
-// From the ids an indexer picked to tiles to read: bounds, duplicates, page table, causal limit.
+// From the ids an indexer picked, or that are chosen here by its scores, to tiles to read: bounds, duplicates, page table, causal limit.
 
 // The part of the problem that is worked on at once: 16 query heads (or fewer) of one token and one KV head.
 struct Item {
